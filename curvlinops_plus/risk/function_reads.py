@@ -338,11 +338,13 @@ class DryPass:
                 self._look_at_rows(use.rule.input_of(module, args, kwargs), use.keys.values())
         frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
 
-    def _look_at_rows(self, x: Tensor, keys: Iterable[str]) -> None:
-        """Whether the input of a layer with these parameters was gathered."""
+    def _look_at_rows(self, x: Tensor, keys: Iterable[str], stacked: bool = False) -> None:
+        """Whether the input of a layer with these parameters was gathered; of a stack also if each
+        example has as many rows, one after the other: they are other positions than the mask's.
+        """
         if self._rows.places(x) is not None:
             self.of_gathered |= {*keys}
-            self.moves_rows = self.moves_rows or self._rows.moves_rows(x)
+            self.moves_rows = self.moves_rows or stacked or self._rows.moves_rows(x)
 
     def _has_rows(self, tree: Any) -> bool:
         """Whether some tensor may carry the examples on its first axis or the second."""
@@ -374,7 +376,8 @@ class DryPass:
             call = self._product(product, examples)
             if call is not None:
                 product_of |= {call.weight: call, call.bias: call}
-                self._look_at_rows(product.input, keys & {call.weight, call.bias})
+                read = keys & {call.weight, call.bias}
+                self._look_at_rows(product.input, read, call.function.stacked)
         for key in keys:
             call = product_of.get(key)
             answering = [key in frame.answers for frame in self._stack]

@@ -267,6 +267,40 @@ def test_gradients_of_examples() -> None:
     close(*scores)
 
 
+class Repeated(Modules):
+    """Tokens are repeated, once for each of their experts, which have a matrix for each row."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.repeats = repeats
+        self.V = nn.Parameter(normal(E, D, D).clone())
+        del self.up, self.down
+
+    def mixed(self, rows: Tensor, p: Tensor, choice: Tensor) -> Tensor:
+        if self.repeats:
+            y = (self.V[choice.flatten()] @ rows.repeat_interleave(2, dim=0)[..., None])[..., 0]
+            return (y * p.flatten()[:, None]).unflatten(0, (-1, 2)).sum(1)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            at, k = torch.where(choice == e)
+            out = out.index_add(0, at, rows[at] @ self.V[e].T * p[at, k, None])
+        return out
+
+
+def test_masked_positions_of_repeated_rows() -> None:
+    torch.manual_seed(0)
+    models = [Repeated(repeats).double() for repeats in (True, False)]
+    models[0].load_state_dict(models[1].state_dict())
+    data = data_of(5)
+    mask = torch.rand(5, 4, generator=seeded(2)) > 0.4
+    blocks = []
+    for model in models:
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, mask=lambda X, y: mask)
+        blocks.append([curvature(risk, kind).blocks["V"].to_dense() for kind in (KFAC, EKFAC)])
+    for repeated, one_by_one_ in zip(*blocks, strict=True):
+        close(repeated, one_by_one_)
+
+
 def test_verification() -> None:
     stacks, _ = risks(gathered_rows, gathered_columns, 4, 3)
     for kind in (KFAC, EKFAC, DiagonalBlock, FullBlock):
