@@ -31,6 +31,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC, AffineRule
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layers import (
     FoundReads,
     Layer,
@@ -106,6 +107,25 @@ def look_for_functions(
                     return
     if error is not None:
         raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
+
+
+def begin_to_follow(risk: EmpiricalRisk, batch: Batch, error: OutsideReads) -> bool:
+    """Whether passes follow gathered rows from now on, as none of the layers of which recorded
+    calls don't tell enough has seen any before. The layers stay the same.
+    """
+    reads = risk.reads or FoundReads()
+    if reads.gathered:
+        return False
+    with (
+        preserve_state(risk.model, risk.data),
+        risk.placed(),
+        torch.inference_mode(False),
+        GradMode(True),
+    ):
+        dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
+    if dry.moves_rows or not dry.of_gathered.isdisjoint(error.keys):
+        risk.reads = replace(reads, gathered=True)
+    return risk.reads is not None and risk.reads.gathered
 
 
 def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -> str:

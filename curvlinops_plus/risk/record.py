@@ -193,7 +193,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._recording = False
         self._thread = this_thread()
-        self.gathers = risk.reads is not None and risk.reads.gathered
+        self.gathers = follows_rows(risk)
         self._reset(0)
 
         self._uses: list[tuple[int, ModuleUse]] = []
@@ -893,6 +893,11 @@ class Recorder:
                 if number:  # some call, or all of them, does not reach the output
                     self._show(index, gradients, 1, power)
         self._is_first = False
+
+
+def follows_rows(risk: EmpiricalRisk) -> bool:
+    """Whether passes follow rows that are gathered."""
+    return risk.reads is not None and risk.reads.gathered
 
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:

@@ -283,6 +283,39 @@ def test_a_stream_of_batches(kind: Any) -> None:
         close(estimator.operator.trace, exact(model, data)[0].trace())
 
 
+class Sorted(Mixture):
+    """Tokens go to experts by their first entry; an expert without tokens is not called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        choice = (rows[:, 0] > 9).long()
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            places = (choice == e).nonzero()[:, 0]
+            if len(places):
+                y = self.down[e](torch.tanh(self.up[e](rows[places])))
+                out = out.index_add(0, places, y)
+        return self.head((rows + out).view_as(x)).mean(1)
+
+
+@pytest.mark.filterwarnings("error::curvlinops_plus.CurvatureWarning")
+def test_one_expert_may_see_all_rows_of_the_first_batches() -> None:
+    model, data = model_of(Sorted), data_of(6, 5, 4)
+    data[1][0][1:, :3, 0] = 10
+    data[2][0][:, 1, 0] = 10
+    params = {k: p for k, p in model.named_parameters() if k.startswith(("up.", "down."))}
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params)
+    expected = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params), KFAC)
+    estimator = CurvatureEstimator(risk, KFAC, leave_out_uncalled=True)
+    for batch in data:
+        estimator.update(batch)
+    assert estimator.uncalled == ["up.2", "down.2"]
+    for name in ("up.0", "down.0"):
+        close(estimator.operator.blocks[name].to_dense(), expected.blocks[name].to_dense())
+    assert risk.reads is not None
+    assert risk.reads.gathered
+
+
 # ------------------------------------------------------------------------ what can't be followed
 class Turned(torch.autograd.Function):
     """Rows in the other order, unseen."""
