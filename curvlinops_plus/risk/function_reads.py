@@ -353,9 +353,10 @@ class DryPass:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
         for use in self.uses:
-            is_layer = use.module is module and isinstance(use.rule, AffineRule)
-            if is_layer and use.function is None and (args or kwargs):
-                self._look_at_rows(use.rule.input_of(module, args, kwargs), use.keys.values())
+            rule = use.rule
+            is_called = use.module is module and use.function is None and bool(args or kwargs)
+            if is_called and isinstance(rule, AffineRule):
+                self._look_at_rows(rule.input_of(module, args, kwargs), use.keys.values())
         frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
 
     def _look_at_rows(self, x: Tensor, keys: Iterable[str], stacked: bool = False) -> None:

@@ -383,7 +383,7 @@ class Late(Mixture):
             places = (choice == e).nonzero()[:, 0]
             if len(places):
                 y = self.down[e](torch.tanh(self.up[e](rows[places])))
-                y = y * self.up[1].weight.sum() if e == 1 else y
+                y = y * self.get_parameter("up.1.weight").sum() if e == 1 else y
                 out = out.index_add(0, places, y)
         return self.head((rows + out).view_as(x)).mean(1)
 
