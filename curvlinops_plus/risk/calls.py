@@ -108,7 +108,7 @@ class RecordedCall:
         part.args, part.kwargs = tree_unflatten(leaves, structure)
         return part
 
-    def of_rows(self, rows: Tensor) -> RecordedCall:
+    def of_rows(self, rows: Tensor | slice) -> RecordedCall:
         """The call for some of its gathered rows, in their order."""
         assert self.routed is not None
         part = copy(self)

@@ -102,7 +102,7 @@ class RoutedRows:
         """What the call has of its rows, sorted."""
         return t.flatten(axis, axis + self.axes - 1).index_select(axis, self.order)
 
-    def subset(self, rows: Tensor) -> RoutedRows:  # [m], ascending
+    def subset(self, rows: Tensor | slice) -> RoutedRows:
         """Some of the rows, of as many examples."""
         return replace(
             self,

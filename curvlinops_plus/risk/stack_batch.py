@@ -185,8 +185,12 @@ def _divide(call: RecordedCall, matrices: Tensor, calls: list[list[RecordedCall]
     order = matrices.argsort(stable=True)
     # Rows behind all matrices meet none.
     counts = torch.bincount(matrices, minlength=len(calls) + 1).tolist()
-    for number, rows in enumerate(order.split(counts)[: len(calls)]):
-        if len(rows):
-            calls[number].append(call.of_rows(rows))
-    if not any(counts[:-1]):
-        calls[0].append(call.of_rows(order[:0]))
+    # One after the other they are views, sorted by examples in each.
+    in_order = call.of_rows(order)
+    start = 0
+    for number, count in enumerate(counts[: len(calls)]):
+        if count:
+            calls[number].append(in_order.of_rows(slice(start, start + count)))
+        start += count
+    if not start:
+        calls[0].append(in_order.of_rows(slice(0, 0)))
