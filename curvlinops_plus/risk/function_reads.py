@@ -582,8 +582,6 @@ class ParameterViews:
         self._keys = {id(p): key for key, p in params.items()}
         #: What was selected from stacks, `W[index]`: keys and indices.
         self._selected = WeakTensorKeyDictionary()
-        #: Indices that have selected matrices, by their addresses in this pass.
-        self._indices: list[Tensor] = []
 
     def select(self, function: Any, args: Sequence[Any], out: Any) -> None:
         """Notice a selection `W[index]` of matrices or vectors of a stack, one for each row."""
@@ -596,12 +594,11 @@ class ParameterViews:
         on_first_axis = args[1] is index or (isinstance(args[1], int) and args[1] == 0)
         if index.ndim == 1 and args[0].ndim in (2, 3) and on_first_axis:
             self._selected[out] = (key, index)
-            if args[0].ndim == 3:
-                self._indices.append(index)
 
     def selects(self, index: Any) -> bool:
-        """Whether matrices were selected by this index."""
-        return any(index is i for i in self._indices)
+        """Whether matrices are selected by this index."""
+        selected = self._selected.values()
+        return any(index is i for key, i in selected if self._params[key].ndim == 3)
 
     def key(self, t: Tensor) -> str | None:
         """Key of the parameter that a tensor shows numbers of."""
