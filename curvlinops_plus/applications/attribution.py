@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from operator import methodcaller
 from os import PathLike
 from typing import Any, Literal, NamedTuple, overload
 
@@ -98,7 +99,7 @@ def per_example_gradients(
 
     def gradients() -> Iterator[dict[str, Tensor]]:
         desc = "gradients of examples"
-        for batch in _batch_gradients(risk, per_term, desc, LayerBatch.param_grads):
+        for batch in _batch_gradients(risk, per_term, desc, methodcaller("param_grads")):
             filled = fill_unused(batch.parts, risk, batch.num_vectors, batch.num_examples)
             if per_term:
                 yield {key: batch.factor * g.transpose(0, 1) for key, g in filled.items()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ def output_covariance(
     Raises:
         ValueError: If there are no inputs.
     """
-    inputs = _Inputs(K, X)
+    inputs = _PredictedInputs(K, X)
     derivatives = _Derivatives(K, root, picked, inputs)
     results = []
     start = 0
@@ -150,7 +151,7 @@ def output_jacobians(K: Any, picked: Tensor | None, X: Any) -> tuple[Tensor, Ten
     Raises:
         ValueError: If there are no inputs.
     """
-    inputs = _Inputs(K, X)
+    inputs = _PredictedInputs(K, X)
     with preserve_state(K.risk.model, K.risk.data):
         batch = inputs.batch(0, inputs.N)
         if inputs.require_grad:
@@ -161,7 +162,7 @@ def output_jacobians(K: Any, picked: Tensor | None, X: Any) -> tuple[Tensor, Ten
     return F, J if picked is None else J[..., picked]
 
 
-class _Inputs:
+class _PredictedInputs:
     """Inputs of a model without targets, what it makes of some of them, and derivatives.
 
     Attributes:
@@ -214,7 +215,9 @@ class _Inputs:
         N, R, C = F.shape
         weights = LossWeights(self.risk)
         layers = layers_of(self.risk)
-        parts, _ = send_back(self.risk, _Units(), weights, batch, layers, LayerBatch.param_grads)
+        parts, _ = send_back(
+            self.risk, _Units(), weights, batch, layers, methodcaller("param_grads")
+        )
         J = self.risk.space.flatten_rows(fill_unused(parts, self.risk, R * C, N))
         return J.view(R, C, N, -1).permute(2, 0, 1, 3)
 
@@ -274,7 +277,9 @@ class _Derivatives:
     blocks.
     """
 
-    def __init__(self, K: Any, root: BlockDiagonal, picked: Tensor | None, inputs: _Inputs) -> None:
+    def __init__(
+        self, K: Any, root: BlockDiagonal, picked: Tensor | None, inputs: _PredictedInputs
+    ) -> None:
         self.root = root
         self.picked = picked
         self.inputs = inputs

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from tqdm.auto import tqdm
 
 from curvlinops_plus.applications.networks import require_own_values
+from curvlinops_plus.applications.units import require_uncoupled, units_of
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import (
     BlockDiagonal,
@@ -39,6 +40,7 @@ def prune(
     *,
     damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
+    units: str | Iterable[Iterable[str]] | None = None,
     progressbar: bool = False,
 ) -> dict[str, Tensor]:
     """Set those parameters of a model to zero that raise the loss least, and adjust the others to
@@ -66,6 +68,11 @@ def prune(
         damping: Added to `K`, as in `K.shift(damping)`.
         candidates: Names of the parameters that may be pruned; others are only adjusted. Default:
             all of `K`.
+        units: What is set to zero as a whole, by the loss that it costs, `½ θ_uᵀ H_uu θ_u`:
+            "experts", each with its part of all stacks of a module, or lists of names or globs of
+            parameters, as `[[f"experts.{e}.*"] for e in range(8)]`. `K` must not couple them with
+            other parameters, so that nothing has to be adjusted; two products with `K` are all
+            that it takes. `sparsity` is the fraction of units then, and `rounds` is not read.
         progressbar: Show a bar over the rounds.
 
     Returns:
@@ -74,7 +81,8 @@ def prune(
     Raises:
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name
             parameters that the model doesn't have, or `K` was computed at other values than the
-            model's.
+            model's; if `K` has no stacks of experts, or `units` overlap, or are
+            parts of blocks.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small
             network `K.materialize()` has.
         UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm
@@ -121,16 +129,23 @@ def prune(
     H = K.shift(damping)
     H = (H.gather() if isinstance(H, BlockDiagonal) else H).to(dtype=theta.dtype)
     H_theta = H @ theta
-    sizes = [
-        len(theta) - num_prunable + round(num_prunable * (1 - sparsity) ** (step / rounds))
-        for step in range(1, rounds + 1)
-    ]
-    remaining = _remaining(H, H_theta, prunable, tqdm(sizes, "pruning", disable=not progressbar))
     # The minimum over the remaining parameters F: θ_F = H_FF⁻¹ (H θ₀)_F.
     minimum = torch.zeros_like(theta)
-    if len(remaining):
-        left = Selection(Space.flat(len(remaining)), remaining, len(theta))
-        minimum[remaining] = submatrix(H, left, left).inverse() @ H_theta[remaining]
+    if units is not None:
+        parts = units_of(K, units, chosen, holders)
+        require_uncoupled(H, parts, theta, H_theta)
+        remaining = _remaining_units(parts, theta * H_theta, sparsity)
+        minimum[remaining] = theta[remaining]
+    else:
+        sizes = [
+            len(theta) - num_prunable + round(num_prunable * (1 - sparsity) ** (step / rounds))
+            for step in range(1, rounds + 1)
+        ]
+        bar = tqdm(sizes, "pruning", disable=not progressbar)
+        remaining = _remaining(H, H_theta, prunable, bar)
+        if len(remaining):
+            left = Selection(Space.flat(len(remaining)), remaining, len(theta))
+            minimum[remaining] = submatrix(H, left, left).inverse() @ H_theta[remaining]
     mask = torch.zeros_like(prunable).index_fill_(0, remaining, True)
     masks = {key: part.clone() for key, part in space.unflatten(mask).items() if key in chosen}
     for key, value in space.unflatten(minimum).items():
@@ -281,6 +296,20 @@ class _Remainder:
         picked = Selection(Space.flat(len(left)), left, len(self.H_theta))
         inverse = submatrix(self.H, picked, picked).inverse()
         return _Remainder.of(self.H, inverse, self.H_theta, left)
+
+
+def _remaining_units(units: list[Tensor], products: Tensor, sparsity: float) -> Tensor:
+    """Positions of the parameters that are left of those units that cost most.
+
+    Args:
+        units: Positions of the parameters of each.
+        products: `θ * (H θ)`, of which those of a unit add up to `θ_uᵀ H_uu θ_u`.
+    """
+    left = torch.ones_like(products, dtype=torch.bool)
+    costs = torch.stack([products[unit].sum() for unit in units])
+    for cheapest in costs.topk(round(sparsity * len(units)), largest=False).indices.tolist():
+        left[units[cheapest]] = False
+    return left.nonzero()[:, 0]
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:

@@ -28,10 +28,11 @@ from curvlinops_plus.options import flag, number
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.function_reads import begin_to_follow
 from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.parameters import Fingerprint, fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.record import Consumer, Recorder
+from curvlinops_plus.risk.record import Consumer, Recorder, follows_rows
 from curvlinops_plus.risk.risk import takes_risk
 
 T = TypeVar("T")
@@ -266,6 +267,7 @@ class CurvatureEstimator:
             recorder is not None
             and recorder.layers is layers
             and recorder.ignored == ignored
+            and recorder.gathers == follows_rows(self.risk)
             and not recorder.is_open
         )
         if recorder is None or not fits:
@@ -352,7 +354,11 @@ class CurvatureEstimator:
     def _learn(self, batch: Batch, error: OutsideReads) -> None:
         """Take up what a pass has shown: in the first batch other layers, later which to leave."""
         if self.updates:
-            self._withdraw(error)
+            # In batches until now each expert may have seen all rows, or none.
+            if batch.num_examples and begin_to_follow(self.risk, batch, error):
+                self.plan.reads = self.risk.reads
+            else:
+                self._withdraw(error)
         elif batch.num_examples:
             # Raises the error again if it finds no more than was known.
             self._take_plan(self.plan.learned(batch, error))

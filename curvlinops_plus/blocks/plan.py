@@ -126,6 +126,9 @@ class Plan:
         if widest == mine:
             return self
         self.risk.reads = rebuild_reads(self.risk, widest)
+        if mine is not None and widest is not None and {**mine, "gathered": True} == widest:
+            self.reads = self.risk.reads  # of the same layers
+            return self
         return self.renewed()
 
     def of_risk(self, risk: EmpiricalRisk) -> Self:

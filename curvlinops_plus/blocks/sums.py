@@ -96,7 +96,11 @@ class Sums:
         return waiting
 
     def finish(
-        self, totals: Totals, processes: Alone, names: Collection[str] | None = None
+        self,
+        totals: Totals,
+        processes: Alone,
+        names: Collection[str] | None = None,
+        unvisited: Collection[Layer] = (),
     ) -> dict[str, LinearOperator]:
         """The blocks of layers that need no further stage; the stage of the others is the next one.
 
@@ -105,9 +109,18 @@ class Sums:
         Args:
             totals: Of all data, which every layer was shown.
             names: Of the accumulators whose blocks this process keeps; None: of all.
+            unvisited: Layers that no example has called: experts, whose blocks are zero.
         """
+        blocks: dict[str, LinearOperator] = {}
+        for layer in unvisited:
+            stage = self.stages.pop(layer, [{}])[0]
+            kept = [name for name in stage if names is None or name in names]
+            for group in layer.groups if kept else ():
+                zeros = torch.zeros(group.layout.dim, dtype=layer.accumulation_dtype)
+                blocks[group.name] = Diagonal(zeros.to(layer.device))
         accumulators = [a for (stage,) in self.stages.values() for a in stage.values()]
         totals = totals.plain()
+        accumulator = None
         for accumulator in accumulators:
             accumulator.totals = totals
             accumulator.complete = True
@@ -130,7 +143,6 @@ class Sums:
         with plain_mode(self.device):
             results = side_by_side(finished, list(self.stages.values()), costs_of)
         self.stages = {}
-        blocks: dict[str, LinearOperator] = {}
         for layer, of_layer in zip(layers, results, strict=True):
             stage: Stage = {}
             for name, result in of_layer.items():

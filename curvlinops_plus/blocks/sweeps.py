@@ -58,6 +58,7 @@ class Sweeps:
             self._max_bytes = min(max_kept_bytes, spare)
         self.groups = [Sums(group, K.risk.scale) for group in groups]
         self._kept: Kept | None = None  # what was kept in the sweep before
+        self._unvisited: list[Layer] = []
         self._number = 0
         self._weights: LossWeights | None = None
 
@@ -114,7 +115,7 @@ class Sweeps:
         mine = None
         if owners is not None:
             mine = {name for name, rank in owners.items() if rank == processes.rank}
-        blocks = sums.finish(self.totals[-1], processes, mine)
+        blocks = sums.finish(self.totals[-1], processes, mine, self._unvisited)
         if (device := self.K.kept_on) is not None:
             blocks = {name: block.to(device, self.risk.dtype) for name, block in blocks.items()}
         self.blocks |= blocks
@@ -149,11 +150,16 @@ class Sweeps:
             problem = "was never called"
             if index in totals.called:
                 problem = "does not reach the output"
+            elif risk.reads is not None and risk.reads.gathered and layer.affine:
+                continue  # an expert
             raise ValueError(
                 f"{layer.title} ({layer.type_name}) {problem} in any batch, "
                 f"so its parameters {list(layer.params)} have no curvature here. Leave them "
                 "out of `params`, or check the model's forward."
             )
+        self._unvisited = [
+            layer for index, layer in enumerate(self.layers) if index not in totals.reached
+        ]
         if self.totals and totals.examples != self.totals[0].examples:
             raise ValueError(
                 f"`data` gave {self.totals[0].examples} examples in one sweep and "

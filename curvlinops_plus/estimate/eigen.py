@@ -207,7 +207,7 @@ def condition_number(
 
 # Lanczos steps in which ends are looked for, unless there are not so many rows; they find no end
 # more accurately than this.
-_FEW_ROWS = 20
+_FEW_STEPS = 20
 _FINE = 1e-4
 
 
@@ -253,10 +253,10 @@ def boundary_run(
     """A short Lanczos run that both ends of the spectrum are looked for in; None where it would not
     help.
     """
-    if M.shape[0] <= _FEW_ROWS or tol < _FINE:
+    if M.shape[0] <= _FEW_STEPS or tol < _FINE:
         return None
     start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
-    return lanczos(M.matmat, start, _FEW_ROWS, reorthogonalize=False)
+    return lanczos(M.matmat, start, _FEW_STEPS, reorthogonalize=False)
 
 
 def ends_of_run(
@@ -380,7 +380,7 @@ def extreme_eigenpairs(
     max_iter = integer("max_iter", max_iter, low=1)
     n = min(M.shape)
     rank = _RANK[which]
-    if n <= max(_FEW_ROWS, 2 * k):
+    if n <= max(_FEW_STEPS, 2 * k):
         T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
         eigenvalues, X = torch.linalg.eigh((T + T.T) / 2)
         X = X[:, rank(eigenvalues).argsort(descending=True)[:k]].to(M.zero)

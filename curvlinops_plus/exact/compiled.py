@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -197,8 +198,8 @@ class Compiled:
             # What the compiler traced last may have left modes behind.
             if hooks is None:
                 _C._autograd._saved_tensors_hooks_enable()
-            while forward_ad._current_level > level:
-                forward_ad.exit_dual_level()
+            if level < 0:
+                _end_forward_mode()
             raise NotCompiled(_message(error)) from error
         finally:
             log.disabled = was_disabled
@@ -319,6 +320,17 @@ def _drawn(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
     for k, shape in asked:
         numbers[k].append(streams[k].uniform(N, *shape[1:]))
     return numbers
+
+
+def _end_forward_mode() -> None:
+    """Leave the level of forward mode that a trace has entered: where it fails, the compiler forgets
+    it in Python, or altogether.
+    """
+    forward_ad._current_level = -1
+    # There is at most one level, and no way to ask for it.
+    with suppress(RuntimeError):
+        _C._enter_dual_level()
+    _C._exit_dual_level(level=0)
 
 
 def _obstacle(passes: Passes) -> str:

@@ -24,7 +24,7 @@ from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -363,7 +363,7 @@ class Jacobian(DataRows):
 
     def _rows_of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
         self._adjoint_check.check_passes(batch, len(rows))
-        return joined(self._passes.forward(batch, rows), rows.dtype)
+        return rows_joined(self._passes.forward(batch, rows), rows.dtype)
 
     def _columns_of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
         self._adjoint_check.check_passes(batch, 1, forward=False)
@@ -374,12 +374,12 @@ class Jacobian(DataRows):
         return total
 
     def _traced_rows(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
-        return joined(trace.linearized(rows)[1], rows.dtype)
+        return rows_joined(trace.linearized(rows)[1], rows.dtype)
 
     def _traced_columns(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
         (f,), pull = pullback(trace.outputs, *trace.parameters)
         U = rows.reshape(len(rows), *f.shape).to(f.dtype)
-        return joined(each(lambda u: pull((u,)), [U]), rows.dtype)
+        return rows_joined(each(lambda u: pull((u,)), [U]), rows.dtype)
 
 
 class GGNFactor(DataRows):

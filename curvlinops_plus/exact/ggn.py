@@ -17,7 +17,7 @@ from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
@@ -143,7 +143,7 @@ class GGN(RiskOperator):
         F, JV, pull = trace.linearized(rows)
         M = LossRoots(self.risk, self.vectors, reading, F, trace.extra)
         MJV = [v.to(f.dtype) for v, f in zip(M(JV), F, strict=True)]
-        return joined(each(lambda *v: pull(v), MJV), rows.dtype)
+        return rows_joined(each(lambda *v: pull(v), MJV), rows.dtype)
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """By the forward half of products, which one product of all checks."""

@@ -14,7 +14,7 @@ from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals
@@ -132,7 +132,7 @@ class Hessian(RiskOperator):
 
         everything = tuple(range(len(trace.parameters)))
         pull = pullback(torch.func.grad(loss, everything), *trace.parameters)[1]
-        products = joined(each(lambda *v: pull(v), trace.split(rows)), rows.dtype)
+        products = rows_joined(each(lambda *v: pull(v), trace.split(rows)), rows.dtype)
         reading.totals.add(trace.extra)
         return products
 

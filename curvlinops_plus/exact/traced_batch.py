@@ -143,7 +143,7 @@ def each(function: Callable[..., Tensors], columns: Sequence[Tensor]) -> list[Te
     return [*vectorized(function)(*columns)]
 
 
-def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def rows_joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Tensors [K, *shape] side by side: [K, n]."""
     return torch.cat([t.flatten(1).to(dtype) for t in tensors], 1)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvlinops_plus.layer.experts import StackRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.registry import rule_of
 from curvlinops_plus.layer.rule import AffineRule
@@ -31,6 +32,8 @@ class Function:
         options: Its options, such as stride and padding; of "broadcast" where that is.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
+        stacked: Of "linear" and "bias", whether the parameter is a stack, of which each row meets
+            one matrix or vector.
 
     Example:
         >>> module, rule = LINEAR.module(nn.Parameter(torch.ones(2, 3)), None)
@@ -41,6 +44,7 @@ class Function:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     transposed: bool = False
+    stacked: bool = False
 
     def transpose(self) -> Function | None:
         """The same with the transposed weight; None if there is no such product."""
@@ -52,6 +56,12 @@ class Function:
         Raises:
             ValueError: If the weight has not the shape that the function takes.
         """
+        if self.stacked:
+            if (weight is not None and weight.ndim != 3) or (bias is not None and bias.ndim != 2):
+                raise ValueError("Expected a stack of matrices, with a stack of vectors or none.")
+            return Projection(weight, bias), StackRule(
+                self.transposed, "columns" in dict(self.options)
+            )
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
@@ -152,12 +162,17 @@ class AffineCall:
         input: What the weight is multiplied with, or the vector added to.
         weight: The weight; None of an addition.
         bias: What is added; None for nothing.
+        of_stack: Whether the weight is a whole stack of matrices.
+        ends: Of such a weight, the number of rows up to each matrix's last one; None if the first
+            axis of the input says which matrix a row meets.
     """
 
     function: Function
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None = None
+    of_stack: bool = False
+    ends: Tensor | None = None
 
 
 def affine_calls(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AffineCall]:
@@ -171,7 +186,7 @@ def affine_calls(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         >>> affine_calls(torch.mul, (x, x), {})
         []
     """
-    reader = _READERS.get(function)
+    reader = _READERS.get(function) or _READERS.get(getattr(function, "_qualified_op_name", None))
     if reader is None:
         return []
     try:
@@ -195,6 +210,8 @@ def _matmul(
     input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None
 ) -> list[AffineCall]:
     weight = mat2 if other is None else other
+    if weight is not None and input.ndim == weight.ndim == 3 and len(input) == len(weight):
+        return _bmm(input, weight)
     if weight is None or input.ndim < 2 or weight.ndim != 2:
         return []
     return [AffineCall(TRANSPOSED, input, weight)]
@@ -208,15 +225,34 @@ def _addmm(
     return [AffineCall(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
-# Either side may be the vector.
+# Either side may be the vector, or one for each row.
 def _add(input: Any, other: Any) -> list[AffineCall]:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return []
     return [
         AffineCall(BIAS, a, None, b)
         for a, b in ((input, other), (other, input))
-        if b.ndim == 1 < a.ndim and a.shape[-1] == len(b)
+        if (b.ndim == 1 < a.ndim and a.shape[-1] == len(b)) or (b.ndim == 2 and a.shape == b.shape)
     ]
+
+
+# Each row with a matrix of its own, x[m] @ W[m] or W[m] @ x[m], or the rows for each matrix.
+def _bmm(input: Tensor, mat2: Tensor) -> list[AffineCall]:
+    columns = Function("linear", (("columns", True),))
+    return [
+        AffineCall(TRANSPOSED, input, mat2),
+        AffineCall(columns, mat2, input),
+        AffineCall(TRANSPOSED, input, mat2, of_stack=True),
+    ]
+
+
+# Rows up to offs[k] with the k-th matrix.
+def _grouped_mm(
+    input: Tensor, weight: Tensor, offs: Tensor | None = None, bias: None = None, **options: Any
+) -> list[AffineCall]:
+    if input.ndim != 2 or weight.ndim != 3 or offs is None or bias is not None:
+        return []
+    return [AffineCall(TRANSPOSED, input, weight, of_stack=True, ends=offs)]
 
 
 def _embedding(
@@ -276,5 +312,11 @@ _READERS: dict[Any, Callable[..., list[AffineCall]]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), _add),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    # By names: they are not in all versions, or in other libraries.
+    **{getattr(F, name): _grouped_mm for name in ("grouped_mm",) if hasattr(F, name)},
+    **{getattr(torch, name): _grouped_mm for name in ("_grouped_mm",) if hasattr(torch, name)},
+    "transformers::grouped_mm_fallback": _grouped_mm,
     **{getattr(F, name): _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},
 }

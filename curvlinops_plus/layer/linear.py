@@ -46,13 +46,13 @@ class LinearRule(AffineRule):
                 f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with "
                 "`x[None]`."
             )
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+        return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
 
     def grads(
         self, module: nn.Module, g: Tensor
     ) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
-        return g.reshape(*g.shape[:2], -1, g.shape[-1])
+        return g.reshape(*g.shape[:2], g.shape[2:-1].numel(), g.shape[-1])
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")

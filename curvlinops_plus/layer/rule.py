@@ -71,6 +71,9 @@ class LayerRule:
     #: Whether `inputs` of an affine rule returns `SparseRows`.
     sparse: ClassVar[bool] = False
 
+    #: Whether the parameter is a stack of matrices, of which each row of a call meets one.
+    stacked: ClassVar[bool] = False
+
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it
         applies.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.routes import RoutedRows
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.layers import ModuleUse
@@ -37,6 +38,10 @@ class RecordedCall:
         first_edge: Number of its first output among those of all calls.
         grads: Output gradients [V, N * positions, *out], None before they are known; a list of them
             for a module that returns several tensors.
+        routed: To which examples the rows belong that were gathered from them, [M, *in] and
+            [V, M, *out] then; None where each example has as many, one after the other.
+        matrices: Of a stack of matrices: the number of the one that all rows meet, or that of each
+            row [M].
     """
 
     use: ModuleUse
@@ -51,6 +56,8 @@ class RecordedCall:
     single: bool = True
     first_edge: int = 0
     grads: Any = None
+    routed: RoutedRows | None = None
+    matrices: int | Tensor | None = None
 
     def note_versions(self, tensors: Sequence[Tensor]) -> None:
         """Remember the inputs as they are now."""
@@ -78,6 +85,15 @@ class RecordedCall:
             return t.narrow(axis, examples.start * positions, len(examples) * positions)
 
         part = copy(self)
+        if self.routed is not None:
+            rows = self.routed.rows_of(examples)
+            part.routed = self.routed.of_examples(examples)
+            part.args = (self.args[0][rows],)
+            if isinstance(self.matrices, Tensor):
+                part.matrices = self.matrices[rows]
+            if self.grads is not None:
+                part.grads = self.grads[vectors, rows]
+            return part
         if self.grads is not None:
             part.gradients = [rows_of(g[vectors], 1) for g in self.gradients]
         if self.in_axes is None:
@@ -92,6 +108,16 @@ class RecordedCall:
         part.args, part.kwargs = tree_unflatten(leaves, structure)
         return part
 
+    def of_rows(self, rows: Tensor | slice) -> RecordedCall:
+        """The call for some of its gathered rows, in their order."""
+        assert self.routed is not None
+        part = copy(self)
+        part.routed = self.routed.subset(rows)
+        part.args = (self.args[0][rows],)
+        if self.grads is not None:
+            part.grads = self.grads[:, rows]
+        return part
+
 
 @dataclass(eq=False)
 class Output:
@@ -102,6 +128,7 @@ class Output:
         axis: The axis that carries the examples.
         fold: Number of examples if that axis carries positions and, inside them, examples.
         edge: Where autograd delivers the gradient.
+        routed: To which examples its rows belong, if they were gathered.
     """
 
     shape: torch.Size
@@ -110,6 +137,7 @@ class Output:
     axis: int
     fold: int | None
     edge: Any
+    routed: RoutedRows | None = None
 
     def gradient(self, g: Tensor | None, V: int) -> Tensor:
         """What has arrived, as [V, *out] with the examples first; zeros if nothing has.
@@ -121,6 +149,8 @@ class Output:
             g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
         elif g.ndim == len(self.shape):
             g = g.unsqueeze(0)
+        if self.routed is not None:
+            return self.routed.sorted(g, 1)
         if self.fold is not None:
             g = g.unflatten(1, (-1, self.fold))
         return g.movedim(self.axis + 1, 1) if self.axis else g

@@ -13,8 +13,8 @@ self-check or the recording notices that something else than its layer reads a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import takewhile
 from types import FunctionType
@@ -25,19 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
-from curvlinops_plus.layer.functions import (
-    BIAS,
-    LINEAR,
-    AffineCall,
-    Function,
-    affine_calls,
-)
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC, AffineRule
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layers import (
     FoundReads,
     Layer,
@@ -48,6 +44,7 @@ from curvlinops_plus.risk.layers import (
 )
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.routes import GatheredRows
 from curvlinops_plus.risk.tables import Place, Tables, tensors_in
 
 
@@ -108,11 +105,31 @@ def look_for_functions(
             for keys in attempts:
                 risk.reads = find_functions(risk, batch, keys, previous)
                 explains = is_new and (risk.reads.products or risk.reads.broadcast)
+                explains = explains or risk.reads.gathered != previous.gathered
                 now = risk.reads.instead, risk.reads.enclosing
                 if explains or now != (previous.instead, previous.enclosing):
                     return
     if error is not None:
         raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
+
+
+def begin_to_follow(risk: EmpiricalRisk, batch: Batch, error: OutsideReads) -> bool:
+    """Whether passes follow gathered rows from now on, as none of the layers of which recorded
+    calls don't tell enough has seen any before. The layers stay the same.
+    """
+    reads = risk.reads or FoundReads()
+    if reads.gathered:
+        return False
+    with (
+        preserve_state(risk.model, risk.data),
+        risk.placed(),
+        torch.inference_mode(False),
+        GradMode(True),
+    ):
+        dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
+    if dry.moves_rows or not dry.of_gathered.isdisjoint(error.keys):
+        risk.reads = replace(reads, gathered=True)
+    return risk.reads is not None and risk.reads.gathered
 
 
 def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -> str:
@@ -146,10 +163,13 @@ def find_functions(
     outside = {
         key: [read for read in reads if not read.answered] for key, reads in dry.reads.items()
     }
-    instead = _instead_of_rules(dry, failed, previous)
+    gathered = previous.gathered or dry.moves_rows or not dry.of_gathered.isdisjoint(failed)
+    # What has failed is recorded once more if passes begin to follow rows.
+    failed_for_good = failed if gathered == previous.gathered else ()
+    instead = _instead_of_rules(dry, failed_for_good, previous)
     outside |= {key: dry.reads[key] for key in instead}
     # Parameters that are read by anything but products, some of them as tables.
-    taken = {*failed, *previous.enclosing}.difference(instead)
+    taken = {*failed_for_good, *previous.enclosing}.difference(instead)
     by_tables = dict.fromkeys(instead)
     for key, reads in outside.items():
         if key not in taken and not all(read.product for read in reads):
@@ -170,7 +190,8 @@ def find_functions(
         named = {"weight": call.weight, "bias": call.bias}
         kept = {name: key for name, key in named.items() if key not in (None, *taken, *by_tables)}
         keys = {name: key for name, key in kept.items() if key is not None}
-        product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
+        of_bias = replace(BIAS, stacked=call.function.stacked)
+        product = ParameterProduct(call.function if "weight" in keys else of_bias, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -188,7 +209,7 @@ def find_functions(
         for key in _broadcast(dry, by_tables, taken, enclosing)
     }
     kept = [key for key in instead if key in broadcast]
-    return FoundReads(tuple(products), enclosing, tried, broadcast, kept)
+    return FoundReads(tuple(products), enclosing, tried, broadcast, kept, gathered)
 
 
 def _broadcast(
@@ -347,6 +368,9 @@ class DryPass:
 
     Attributes:
         reads: Key to the functions that read the parameter.
+        of_gathered: Keys of the parameters of layers that see gathered rows.
+        moves_rows: Whether layers see rows in another order than that of the examples, or another
+            number of each of them.
     """
 
     def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
@@ -364,6 +388,9 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self.reads: dict[str, list[_Read]] = {}
+        self.of_gathered: set[str] = set()
+        self.moves_rows = False
+        self._rows = GatheredRows(batch.num_examples)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
         # Frozen ones, too, leave a trace in what is computed from these.
@@ -400,7 +427,20 @@ class DryPass:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
+        for use in self.uses:
+            rule = use.rule
+            is_called = use.module is module and use.function is None and bool(args or kwargs)
+            if is_called and isinstance(rule, AffineRule):
+                self._look_at_rows(rule.input_of(module, args, kwargs), use.keys.values())
         frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
+
+    def _look_at_rows(self, x: Tensor, keys: Iterable[str], stacked: bool = False) -> None:
+        """Whether the input of a layer with these parameters was gathered; of a stack also if each
+        example has as many rows, one after the other: they are other positions than the mask's.
+        """
+        if self._rows.places(x) is not None:
+            self.of_gathered |= {*keys}
+            self.moves_rows = self.moves_rows or stacked or self._rows.moves_rows(x)
 
     def _has_rows(self, tree: Any) -> bool:
         """Whether some tensor may carry the examples on its first axis or the second."""
@@ -430,6 +470,8 @@ class DryPass:
             return self._receive(function, *with_mask(args, kwargs, expanded), examples)
         sources = self._tables.of_all(inputs)  # before the call may write to them
         out = function(*args, **kwargs)
+        self._rows.follow(function, args, kwargs, out)
+        self._views.select(function, args, out)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
         if self._stack:  # a training loop's pass is recorded in the model, not behind it
@@ -443,6 +485,8 @@ class DryPass:
             product = self._product(call, examples)
             if product is None:
                 continue
+            keys = self._now.keys() & {product.weight, product.bias}
+            self._look_at_rows(call.input, keys, product.function.stacked)
             for key, read in self._now.items():
                 if key in (product.weight, product.bias):
                     read.product = product
@@ -483,30 +527,48 @@ class DryPass:
         """
         weight = self._views.find(product.weight)
         bias = self._views.find(product.bias)
-        function: Function | None = product.function
-        if weight is not None and weight.transposed:
-            function = product.function.transpose()
+        function: Function | None = function_of(product, weight, bias)
         if function is None or (examples is None and not self._has_examples(product)):
             return None
         if weight is None:
             if bias is None or function.name not in ("linear", "bias"):
                 return None
-            return _ReadProduct(BIAS, None, bias.key)
+            if bias.matrices is not None and not self._meets_rows(bias.matrices, product.input):
+                return None
+            return _ReadProduct(replace(BIAS, stacked=function.stacked), None, bias.key)
         w = self.risk.params[weight.key]
         b = None if bias is None else self.risk.params[bias.key]
-        # Rows of a transposed weight are inputs, not outputs.
-        rows = weight.rows
-        if function.transposed:
-            rows = slice(0, 0 if b is None else len(b))
-        if bias is not None and bias.rows != rows:
-            return None
+        if function.stacked:
+            is_selected = weight.matrices is not None
+            # All of the matrix, and the bias that belongs to it.
+            is_matrix = weight.rows == slice(0, w.shape[1] if is_selected else len(w))
+            if product.of_stack == is_selected:
+                return None
+            if not is_matrix or (bias is not None and bias.matrices is not weight.matrices):
+                return None
+        else:
+            # Rows of a transposed weight are inputs, not outputs.
+            rows = weight.rows
+            if function.transposed:
+                rows = slice(0, 0 if b is None else len(b))
+            if bias is not None and bias.rows != rows:
+                return None
         try:
             rule = function.module(w, b)[1]
             assert isinstance(rule, AffineRule)
-            rule.at(weight.rows, len(w))
+            if not function.stacked:
+                rule.at(weight.rows, len(w))
         except (ValueError, NotImplementedError):
             return None
         return _ReadProduct(function, weight.key, None if bias is None else bias.key)
+
+    def _meets_rows(self, index: int | Tensor, x: Tensor) -> bool:
+        """Whether a vector of a stack, or one for each row, is added to what an expert's matrix
+        has returned.
+        """
+        if isinstance(index, Tensor) and len(index) != x.shape[0]:
+            return False
+        return self._rows.places(x) is not None or self._views.selects(index)
 
     def _has_examples(self, product: AffineCall) -> bool:
         """Whether the input of a product has rows of examples; what attention multiplies with is an
@@ -514,7 +576,9 @@ class DryPass:
         """
         if self._views.key(product.input) is not None:
             return False
-        rows = product.input.shape[0]
+        if self._rows.places(product.input) is not None:
+            return True
+        rows = product.input.shape[int(product.of_stack and product.ends is None)]
         return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
 
 
@@ -578,11 +642,33 @@ class FunctionCalls(TorchFunctionMode):
 
 
 class View(NamedTuple):
-    """Rows of a parameter, transposed or not."""
+    """Rows of a parameter, transposed or not.
+
+    Attributes:
+        matrices: Of a stack: the number of the matrix or vector that it is, or one for each row of
+            what it meets; None for all of the stack.
+    """
 
     key: str
     rows: slice
     transposed: bool
+    matrices: int | Tensor | None = None
+
+
+def function_of(product: AffineCall, weight: View | None, bias: View | None) -> Function | None:
+    """What a product is of the parameters that it reads; None if it is no product with a matrix."""
+    function: Function | None = product.function
+    if weight is None:
+        if bias is not None and bias.matrices is not None:
+            return replace(function, stacked=True)
+        # One vector for each row is none for all of them.
+        return function if product.bias is None or product.bias.ndim == 1 else None
+    if weight.transposed:
+        function = function.transpose()
+    is_stack = weight.matrices is not None or product.of_stack
+    if function is None or not is_stack:
+        return function
+    return replace(function, stacked=True)
 
 
 class ParameterViews:
@@ -596,20 +682,46 @@ class ParameterViews:
         >>> W = torch.ones(4, 3)
         >>> views = ParameterViews({"W": W})
         >>> views.find(W[1:3].T)
-        View(key='W', rows=slice(1, 3, None), transposed=True)
+        View(key='W', rows=slice(1, 3, None), transposed=True, matrices=None)
         >>> views.find(W[::2]), views.key(W[::2]), views.key(2 * W)
         (None, 'W', None)
+        >>> stack = torch.ones(4, 3, 2)
+        >>> ParameterViews({"W": stack}).find(stack[1].T)
+        View(key='W', rows=slice(0, 3, None), transposed=True, matrices=1)
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
         self._keys = {id(p): key for key, p in params.items()}
+        #: What was selected from stacks, `W[index]`: keys and indices.
+        self._selected = WeakTensorKeyDictionary()
+
+    def select(self, function: Any, args: Sequence[Any], out: Any) -> None:
+        """Notice a selection `W[index]` of matrices or vectors of a stack, one for each row."""
+        if function not in _SELECT or len(args) < 2 or not isinstance(args[0], Tensor):
+            return
+        key = self._keys.get(id(args[0]))
+        index = args[-1]
+        if key is None or not isinstance(index, Tensor) or index.dtype == torch.bool:
+            return
+        on_first_axis = args[1] is index or (isinstance(args[1], int) and args[1] == 0)
+        if index.ndim == 1 and args[0].ndim in (2, 3) and on_first_axis:
+            self._selected[out] = (key, index)
+
+    def selects(self, index: Any) -> bool:
+        """Whether matrices are selected by this index."""
+        selected = self._selected.values()
+        return any(index is i for key, i in selected if self._params[key].ndim == 3)
 
     def key(self, t: Tensor) -> str | None:
         """Key of the parameter that a tensor shows numbers of."""
-        if id(t) in self._keys or t._base is None:
-            return self._keys.get(id(t))
-        return self._keys.get(id(t._base))
+        if id(t) in self._keys:
+            return self._keys[id(t)]
+        if len(self._selected):
+            selected = self._selected.get(t if t._base is None else t._base)
+            if selected is not None:
+                return selected[0]
+        return None if t._base is None else self._keys.get(id(t._base))
 
     def find(self, t: Tensor | None) -> View | None:
         """The parameter whose rows a tensor is; None if it is none, or any other view."""
@@ -617,6 +729,8 @@ class ParameterViews:
         if t is None or key is None:
             return None
         p = self._params[key]
+        if len(self._selected) and (selection := self._selection(t)) is not None:
+            return selection
         if t is p:
             return View(key, slice(0, len(p)), False) if p.ndim else None
         if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
@@ -626,8 +740,42 @@ class ParameterViews:
         rows = _rows_of(t, p)
         if rows is not None:
             return View(key, rows, False)
+        if t.ndim == p.ndim == 3:
+            rows = _rows_of(t.mT, p)
+            return None if rows is None else View(key, rows, True)
+        if t.ndim == p.ndim - 1:
+            return self._matrix(key, t, p)
         rows = _rows_of(t.T, p) if t.ndim == 2 else None
         return None if rows is None else View(key, rows, True)
+
+    def _matrix(self, key: str, t: Tensor, p: Tensor) -> View | None:
+        """The matrix of a stack that a tensor is, or the vector."""
+        offset = int(t.storage_offset() - p.storage_offset())
+        number = offset // max(1, p.stride(0))
+        if p.ndim not in (2, 3) or not 0 <= number < len(p):
+            return None
+        matrix = p.detach()[number]
+        rows = _rows_of(t, matrix)
+        if rows is not None:
+            return View(key, rows, False, number)
+        rows = _rows_of(t.T, matrix) if t.ndim == 2 else None
+        return None if rows is None else View(key, rows, True, number)
+
+    def _selection(self, t: Tensor) -> View | None:
+        """What was selected from a stack, or its transpose."""
+        base = t if t._base is None else t._base
+        selected = self._selected.get(base)
+        if selected is None:
+            return None
+        key, index = selected
+        whole = slice(0, len(index))
+        transposed = base.ndim == 3 and _rows_of(t, base) is None
+        if _rows_of(t.mT if transposed else t, base) != whole:
+            return None
+        return View(key, slice(0, self._params[key].shape[1]), transposed, index)
+
+
+_SELECT = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 
 
 def _rows_of(view: Tensor, p: Tensor) -> slice | None:
@@ -658,15 +806,17 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
         "enclosing": dict(reads.enclosing),
         "broadcast": {key: _lists(places) for key, places in reads.broadcast.items()},
         "instead": [*reads.instead],
+        "gathered": reads.gathered,
     }
 
 
-def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
+def extent(described: Mapping[str, Any]) -> tuple[int, int, int, bool]:
     """How far somebody has looked who describes reads so: the more parameters are enclosed, in the
     larger modules.
     """
     depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
-    return len(depths), -sum(depths), len(described["products"]) + len(described["broadcast"])
+    number = len(described["products"]) + len(described["broadcast"])
+    return len(depths), -sum(depths), number, described["gathered"]
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -688,10 +838,12 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
         )
-    broadcast = {key: _tuples(places) for key, places in data["broadcast"].items()}
-    instead = [*data["instead"]]
     return FoundReads(
-        tuple(products), dict(data["enclosing"]), broadcast=broadcast, instead=instead
+        tuple(products),
+        dict(data["enclosing"]),
+        broadcast={key: _tuples(places) for key, places in data["broadcast"].items()},
+        instead=[*data["instead"]],
+        gathered=data["gathered"],
     )
 
 

@@ -211,7 +211,7 @@ class LayerBatch:
         """
         if not self.weight or self.sparse or self.example_weights is not None:
             return None
-        call = self._only_call()
+        call = self._call_of_rows()
         if call is None:
             return None
         adds_no_bias = self.bias and "bias" not in call.use.keys
@@ -220,9 +220,11 @@ class LayerBatch:
         a = call.rule.rows(call.use.module, call.args[0])
         if isinstance(a, SparseRows) or a.ndim > 3:
             return None
-        if reduce:
-            return a.reshape(self.num_examples, -1, a.shape[-1]).mean(1)
-        return a.flatten(0, 1)
+        if not reduce:
+            return a.flatten(0, 1)
+        if call.routed is not None:
+            return None
+        return a.reshape(self.num_examples, -1, a.shape[-1]).mean(1)
 
     def input_gram(
         self, reduce: bool = False, diagonal: bool = False
@@ -235,7 +237,7 @@ class LayerBatch:
         """
         is_plain = not (reduce or diagonal or self.sparse) and self.example_weights is None
         by_rule = self.weight and is_plain and not any(call.rule.sparse for call in self.calls)
-        if by_rule and all(mask is None for mask in self._masks):
+        if by_rule and all(map(self._counts_all, range(len(self.calls)))):
             return self._gram_by_rule()
         if self.sparse:
             return self._square_sums(reduce)
@@ -295,11 +297,11 @@ class LayerBatch:
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
-        call = self._only_call()
+        call = self._call_of_rows()
         if call is None or self.sparse or type(call.rule).grad_gram is not AffineRule.grad_gram:
             return None
         g = call.rule.grad_rows(call.use.module, call.grads)
-        if g.ndim > 4:
+        if g.ndim > 4 or (reduce and call.routed is not None):
             return None
         if reduce and g.shape[1:3].numel() > self.num_examples:
             g = g.reshape(len(g) * self.num_examples, -1, g.shape[-1])
@@ -311,7 +313,7 @@ class LayerBatch:
 
         With `diagonal`, the diagonals alone [*b, o].
         """
-        if not (reduce or diagonal) and len(self.calls) == 1 and self._masks[0] is None:
+        if not (reduce or diagonal) and len(self.calls) == 1 and self._counts_all(0):
             call = self.calls[0]
             return call.rule.grad_gram(call.use.module, call.grads)
         g = self.grads.sum(2).flatten(0, 1) if reduce else self.grads.flatten(0, 2)
@@ -333,21 +335,35 @@ class LayerBatch:
         )
 
     def _only_call(self) -> RecordedCall | None:
-        """The call, if there is one, all of its positions count and it reads all matrices."""
+        """The call, if there is one, all positions of all examples count and it reads all
+        matrices.
+        """
+        call = self._call_of_rows()
+        return call if call is None or call.routed is None else None
+
+    def _call_of_rows(self) -> RecordedCall | None:
+        """The call, if there is one, all of its rows count and it reads all matrices."""
         if self.role is None:
             raise self._no_matrix()
         call = self.calls[0]
-        if len(self.calls) > 1:
-            return None
-        # Only a mask and sparse rules leave rows out.
-        if (self.mask is not None or call.rule.sparse) and self._masks[0] is not None:
+        if len(self.calls) > 1 or not self._counts_all(0):
             return None
         return call if call.rule.reads(call.use.module) is None else None
 
+    def _counts_all(self, k: int) -> bool:
+        """Whether all rows of a call count; only a mask and sparse rules leave some out."""
+        call = self.calls[k]
+        if self.mask is None and not getattr(call.rule, "sparse", False):
+            return True
+        if call.routed is None:
+            return self._masks[k] is None
+        reaches = self.mask is not None and self.mask.shape[1] == call.routed.num_positions
+        return not (call.rule.sparse or reaches)
+
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for
-        all.
+        """Positions of each call that count [N, S]: by the mask, by a sparse rule, and where rows
+        were gathered; None for all.
         """
         masks = []
         for k, call in enumerate(self.calls):
@@ -355,7 +371,12 @@ class LayerBatch:
             if isinstance(call.rule, AffineRule):
                 if call.rule.sparse:
                     mask = self._inputs[k].kept
-                if self.mask is not None and self.mask.shape[1] == self._positions(k):
+                if call.routed is not None:
+                    kept = call.routed.kept(self.mask)
+                    # Of rows that have several positions themselves, all.
+                    kept = kept.repeat_interleave(self._positions(k) // kept.shape[1], 1)
+                    mask = kept if mask is None else kept & mask
+                elif self.mask is not None and self.mask.shape[1] == self._positions(k):
                     mask = self.mask if mask is None else self.mask & mask
             masks.append(mask)
         return masks
@@ -366,6 +387,8 @@ class LayerBatch:
         if call.grads is None:
             return self._inputs[k].shape[1]
         rows = call.rule.grads(call.use.module, call.grads[:1])
+        if call.routed is not None:
+            return call.routed.length * rows.shape[2]
         return rows.shape[1:3].numel() // self.num_examples
 
     @cached_property
@@ -396,7 +419,8 @@ class LayerBatch:
             if not isinstance(call.rule, AffineRule):
                 rows.append(None)
                 continue
-            a = call.rule.rows(call.use.module, call.args[0])
+            x = call.args[0] if call.routed is None else call.routed.padded(call.args[0])
+            a = call.rule.rows(call.use.module, x)
             if a.shape[0] != self.num_examples:
                 axes = () if isinstance(a, SparseRows) else (-1, *a.shape[2:])
                 a = a.reshape(self.num_examples, *axes)
@@ -413,7 +437,8 @@ class LayerBatch:
             if not isinstance(call.rule, AffineRule):
                 rows.append(None)
                 continue
-            g = call.rule.grad_rows(call.use.module, call.grads)
+            g = call.grads if call.routed is None else call.routed.padded(call.grads, 1)
+            g = call.rule.grad_rows(call.use.module, g)
             if g.shape[1] != self.num_examples:
                 g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
             rows.append(g if mask is None else g * _beside(mask, g.ndim - 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,7 @@ class Layer:
             Kronecker factors.
         affine: Whether Kronecker factors exist: all modules have affine rules, and roles that fit.
         sparse: Whether the input factor is a diagonal.
+        stacked: Whether the parameters are stacks of matrices, of which each row meets one.
         weight: Key of an affine layer's weight, None if it is not tracked.
         bias: Key of an affine layer's bias, None if it has none or it is not tracked.
         accumulation_dtype: The parameters' dtype, float32 at least.
@@ -84,6 +85,7 @@ class Layer:
     roles: tuple[Role, ...] = ()
     affine: bool = field(init=False)
     sparse: bool = field(init=False)
+    stacked: bool = field(init=False)
     weight: str | None = field(init=False, default=None)
     bias: str | None = field(init=False, default=None)
     accumulation_dtype: torch.dtype = field(init=False)
@@ -94,6 +96,7 @@ class Layer:
         self.sparse = self.affine and all(
             role.sparse and not role.transposed for role in self.roles
         )
+        self.stacked = self.affine and self.uses[0].rule.stacked
         for use in self.roles[0].uses if self.roles else self.uses[:1]:
             for local, key in use.keys.items():
                 if local == "bias":
@@ -102,6 +105,19 @@ class Layer:
                     self.weight = self.weight or key
         self.accumulation_dtype = common_dtype(self.params)
         self.device = next(iter(self.params.values())).device
+
+    @cached_property
+    def one_matrix(self) -> Layer:
+        """The layer that a matrix of a stack would be by itself."""
+        params = {key: p.detach()[0] for key, p in self.params.items()}
+        uses = []
+        for use in self.uses:
+            assert use.function is not None
+            tensors = {local: params[key] for local, key in use.keys.items()}
+            function = replace(use.function, stacked=False)
+            module, rule = function.module(tensors.get("weight"), tensors.get("bias"))
+            uses.append(replace(use, module=module, rule=rule, function=function))
+        return _make_layer(uses, params, len(self.groups) > 1)
 
     @property
     def title(self) -> str:
@@ -189,6 +205,8 @@ class FoundReads:
             do.
         instead: Keys of those of them where this is taken instead of the calls of a module with a
             rule of its own.
+        gathered: Whether layers see rows that were gathered from those of the examples, as in
+            mixtures of experts: passes follow where rows come from.
     """
 
     products: Sequence[ParameterProduct] = ()
@@ -196,6 +214,7 @@ class FoundReads:
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     broadcast: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     instead: Sequence[str] = ()
+    gathered: bool = False
 
 
 def _with_reads(

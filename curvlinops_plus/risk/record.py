@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,19 +35,22 @@ from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
+from curvlinops_plus.layer.experts import rows_up_to
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
-from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
+from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
+from curvlinops_plus.risk.stack_batch import batch_of
 from curvlinops_plus.risk.tables import BroadcastUses, TableCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
@@ -98,11 +102,16 @@ def sweep(
 
 
 class LayerRead(NamedTuple):
-    """What a call is to one layer: the index of the layer, the use, and its rule."""
+    """What a call is to one layer: the index of the layer, the use, and its rule.
+
+    Attributes:
+        matrices: Of a stack: the number of the matrix that all rows meet, or that of each row.
+    """
 
     layer: int
     use: ModuleUse
     rule: Any
+    matrices: int | Tensor | None = None
 
 
 class ModuleHooks(NamedTuple):
@@ -155,6 +164,7 @@ class Recorder:
         disabled: Context in which modules that run are not recorded, and their outputs not
             replaced.
         doubt: Why a pass of others was not recorded to its end.
+        gathers: Whether it follows rows that are gathered.
         is_open: Whether the context is entered, also where there are no modules to hook.
         scales_gradients: Whether modules scale gradients by how often rows occur.
     """
@@ -185,6 +195,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._recording = False
         self._thread = this_thread()
+        self.gathers = follows_rows(risk)
 
         self._uses: list[tuple[int, ModuleUse]] = []
         for index, layer in enumerate(layers):
@@ -211,7 +222,8 @@ class Recorder:
                 read = (use.function, use.keys.get("weight"), use.keys.get("bias"))
                 self._functions[read] = (index, use)
         self._views = ParameterViews({key: params[key] for key in self._function_keys})
-        self._mode = FunctionCalls(self._function_call) if self._function_keys else nullcontext()
+        self._sees_functions = bool(self._function_keys) or self.gathers
+        self._mode = FunctionCalls(self._function_call) if self._sees_functions else nullcontext()
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
@@ -224,6 +236,11 @@ class Recorder:
             for index, use in self._uses
             if use.function is None
         ]
+
+    @property
+    def visited(self) -> set[str]:
+        """Names of the layers that have seen rows which were gathered."""
+        return {self.layers[call.layer].name for call in self.calls if call.routed is not None}
 
     def beside(self, params: Mapping[str, Tensor]) -> Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
@@ -353,7 +370,7 @@ class Recorder:
         self._recording = True
         self._thread = this_thread()
         self._broadcast.begin()
-        if self._function_keys:
+        if self._sees_functions:
             self._mode_of_call.enter_context(self._mode)
 
     def stop(self) -> None:
@@ -364,7 +381,7 @@ class Recorder:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Context of a backward pass, in which checkpointing may call functions once more."""
-        return entered(self._mode) if self._function_keys else self._mode
+        return entered(self._mode) if self._sees_functions else self._mode
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph
@@ -378,6 +395,7 @@ class Recorder:
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
         self._broadcast.forget()
+        self._rows = GatheredRows(num_examples) if self.gathers and num_examples else None
 
     # ---------------------------------------------------------------------------------------- hooks
     def _listens(self) -> bool:
@@ -463,9 +481,13 @@ class Recorder:
         """What a function returned, and the tables that it broadcasts, along an axis if one is
         given.
         """
-        if not self._broadcast.keys:
-            return TableCall(function(*args, **kwargs))
-        call = self._broadcast.call(function, args, kwargs, self.num_examples, axis)
+        if self._broadcast.keys:
+            call = self._broadcast.call(function, args, kwargs, self.num_examples, axis)
+        else:
+            call = TableCall(function(*args, **kwargs))
+        if self._rows is not None:
+            self._rows.follow(function, args, kwargs, call.output)
+        self._views.select(function, args, call.output)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
         return call
@@ -479,7 +501,11 @@ class Recorder:
         except Exception as error:
             self._failed(reads[0].use, error)
             return output
-        return output if replaced is None else replaced
+        if replaced is None:
+            return output
+        if self._rows is not None:
+            self._rows.same(replaced, output)
+        return replaced
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
         if not self.own_pass:
@@ -498,26 +524,32 @@ class Recorder:
         """
         weight = self._view_of(product.weight)
         bias = self._view_of(product.bias)
-        function = product.function
-        if weight is not None and weight.transposed:
-            function = function.transpose()
+        function = function_of(product, weight, bias)
         weight_key = None if weight is None else weight.key
         bias_key = None if bias is None else bias.key
         joint = self._functions.get((function, weight_key, bias_key))
         if joint is not None:
             pairs = [(joint, weight or bias)]
         else:  # the two belong to layers of their own, or only one is tracked
+            is_stack = bias is not None and bias.matrices is not None
             by_weight = self._functions.get((function, weight_key, None))
             by_bias = self._functions.get((LINEAR, None, bias_key))
-            by_bias = by_bias or self._functions.get((BIAS, None, bias_key))
+            by_bias = by_bias or self._functions.get(
+                (replace(BIAS, stacked=is_stack), None, bias_key)
+            )
             pairs = [(by_weight, weight), (by_bias, bias)]
         reads = []
         for entry, view in pairs:
-            if entry is not None and view is not None:
-                index, use = entry
-                rule: Any = use.rule
-                rows = len(self._params[view.key])
-                reads.append(LayerRead(index, use, rule.at(view.rows, rows)))
+            if entry is None or view is None:
+                continue
+            index, use = entry
+            rule: Any = use.rule
+            matrices = view.matrices
+            if product.of_stack:
+                matrices = _matrices_met(product, len(self._params[view.key]))
+            if not rule.stacked:
+                rule = rule.at(view.rows, len(self._params[view.key]))
+            reads.append(LayerRead(index, use, rule, matrices))
         return reads
 
     def _view_of(self, t: Tensor | None) -> Any:
@@ -546,7 +578,7 @@ class Recorder:
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
-        _, use, rule = reads[0]
+        _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
@@ -560,6 +592,10 @@ class Recorder:
             leaves, structure = tree_flatten(output)
             args, kwargs = inputs
             packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        routed = None
+        may_be = self._rows is not None or isinstance(reads[0].matrices, Tensor)
+        if may_be and is_affine and fold is None:
+            routed = self._routed(reads[0], inputs)
         places = []
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -576,11 +612,13 @@ class Recorder:
         rows = 0  # the examples, or a multiple of them
         for k, on in zip(places, axes, strict=True):
             t = leaves[k]
-            if self.backward:
+            # What a function has written into, the model goes on with, whatever is returned.
+            is_input = use.function is not None and any(t is x for x in inputs[0])
+            if self.backward and not (is_input and t.requires_grad):
                 t = _with_edge(t, is_affine or use.function is not None, several)
             size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples, as of position embeddings.
-            if size == 1 < self.num_examples and fold is None:
+            if size == 1 < self.num_examples and fold is None and routed is None:
                 t = self._row_per_example(use, t, on)
                 size = self.num_examples
                 expanded = True
@@ -588,22 +626,61 @@ class Recorder:
             if not self._recording:
                 continue
             by_example = size and not size % self.num_examples and rows in (0, size)
+            if routed is not None:
+                by_example = t.shape[: routed.axes].numel() == len(routed.order)
             # On another axis than the first there may be no positions beside the examples.
             if not by_example or (on and size != self.num_examples and not use.function):
                 raise self._not_by_example(use, f"returned {list(t.shape)}")
             rows = size
             edge = get_gradient_edge(t) if self.backward else None
-            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
+            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge, routed))
             self.dtypes.add(t.dtype)
             self.numbers += t.numel()
         if self._recording:
             for read in reads:
-                call = self._call(read, inputs, outputs, axis, rows, expanded)
+                if routed is None:
+                    call = self._call(read, inputs, outputs, axis, rows, expanded)
+                else:
+                    call = self._routed_call(read, inputs, outputs, routed)
                 call.single = structure is None
                 self.calls.append(call)
         if not (self.backward or expanded):
             return None
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
+        """To which examples the rows of an input belong that was gathered, or of which each meets a
+        matrix of its own; None of others.
+        """
+        x = read.rule.input_of(read.use.module, *inputs)
+        places = None if self._rows is None else self._rows.places(x)
+        if not isinstance(read.matrices, Tensor):
+            return None if places is None else RoutedRows.of(places, self.num_examples)
+        axes = read.matrices.ndim
+        if places is None:
+            # The rows of all examples, once or for each matrix.
+            rows = x.shape[axes - 1]
+            if rows % self.num_examples:
+                raise self._not_by_example(read.use, f"got {list(x.shape)}")
+            index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
+            places = Origins(index.flatten(), rows)
+        return replace(RoutedRows.of(places, self.num_examples), axes=axes)
+
+    def _routed_call(
+        self, read: LayerRead, inputs: Any, outputs: Sequence[Output], routed: RoutedRows
+    ) -> RecordedCall:
+        """A call with gathered rows, sorted by examples.
+
+        Which layers see some differs from batch to batch, so they are of no `kinds`.
+        """
+        index, use, rule, matrices = read
+        x = rule.input_of(use.module, *inputs).detach()
+        if isinstance(matrices, Tensor):
+            matrices = routed.sorted(matrices)
+        call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
+        call.routed = routed
+        call.matrices = matrices
+        return call
 
     def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
         """The row expanded to one for each example, so that each has a gradient of its own."""
@@ -627,7 +704,7 @@ class Recorder:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around
                 may tell them apart.
         """
-        index, use, rule = read
+        index, use, rule, matrices = read
         fold = outputs[0].fold
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
             read_tensor = rule.input_of(use.module, *inputs).detach()
@@ -638,6 +715,7 @@ class Recorder:
                 shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
                 raise self._not_by_example(use, shapes)
             call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
+            call.matrices = matrices
             call.note_versions([read_tensor])
             self.kinds.add((use.name, expanded, ()))
             return call
@@ -713,6 +791,8 @@ class Recorder:
         self.by_layer = {}
         num_edges = 0
         for call in self.calls:
+            if call.routed is not None and not len(call.routed.order):
+                self.reached.add(call.layer)  # as far as there are rows
             call.first_edge = num_edges
             num_edges += len(call.outputs)
             self.by_layer.setdefault(call.layer, []).append(call)
@@ -819,7 +899,7 @@ class Recorder:
                 grads = [g.float() / power for g in grads]
             call.grads = grads[0] if call.single else grads
         group = layer.groups[0] if len(layer.groups) == 1 else None
-        batch = LayerBatch(
+        batch = batch_of(
             layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
         )
         self._consume(batch)
@@ -858,12 +938,25 @@ class Recorder:
         self._is_first = False
 
 
+def follows_rows(risk: EmpiricalRisk) -> bool:
+    """Whether passes follow rows that are gathered."""
+    return risk.reads is not None and risk.reads.gathered
+
+
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
     """Whether modules hold these tensors under these names."""
     for module, name, p in holders:  # noqa: SIM110, generators take twice as long
         if module._parameters.get(name) is not p:
             return False
     return True
+
+
+def _matrices_met(product: AffineCall, number: int) -> Tensor:  # [M] or [m, M]
+    """Which matrix of a stack each row meets in a product with all of the stack."""
+    rows = product.input.shape[:2]
+    if product.ends is not None:
+        return rows_up_to(product.ends, rows[0])
+    return torch.arange(number, device=product.input.device)[:, None].expand(rows)
 
 
 def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:

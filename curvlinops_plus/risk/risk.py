@@ -472,6 +472,7 @@ class Checked:
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         errors: Layer name to the relative difference that was last seen.
+        compared: Names of the layers of which a gradient was compared that was more than rounding.
     """
 
     in_modules: bool = False
@@ -483,6 +484,7 @@ class Checked:
     batch_norm: bool = True
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
 
 
 def _no_batch(item: Any, index: int) -> ValueError:

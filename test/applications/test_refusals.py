@@ -218,6 +218,13 @@ REFUSED: list[Refusal] = [
      ValueError, "K was computed at other values of"),
     (lambda: trained(lambda K: prune(K.risk.model, 2 * K, 0.5)),
      ValueError, rf"\['0.weight'\] {OLD} K was computed"),
+    (lambda: prune(M, kfac(), 0.5, units="experts"), ValueError, "K has no stacks of experts"),
+    (lambda: prune(M, kfac(), 0.5, units="heads"), ValueError, "units='heads'; expected 'experts'"),
+    (lambda: prune(M, kfac(), 0.5, units=[]), ValueError, "units is empty"),
+    (lambda: prune(M, kfac(), 0.5, units=[["1.*"]]), ValueError, "names none of"),
+    (lambda: prune(M, kfac(), 0.5, units=[["0.*"], ["*.bias", "2.*"]]),
+     ValueError, r"Several units have the parameters \['0.bias'\]"),
+    (lambda: prune(M, kfac(), 0.5, units=[["0.weight"], ["2.*"]]), ValueError, "K couples units"),
     (prune_again, UnsupportedError, "'2.bias' is pruned already.*remove"),
     (prune_computed, UnsupportedError, "a weight is computed from it"),
 ]  # fmt: skip

@@ -36,6 +36,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("layer.convolution_gram", "_MIN_PRODUCTS", 1),
     ("linalg.gram_sum", "_BLOCK", 2),
     ("estimate.matrix", "BLOCK_BYTES", 64),
+    ("applications.output_covariance", "_COLUMN_BYTES", 64),
     ("optim.reconfiguration.damped_solve", "_LARGEST", 4),
     ("optim.reconfiguration.damped_solve", "_STORED_BYTES", 64),
 ]
