@@ -70,6 +70,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         separate_weight_and_bias: Weight and bias have blocks of their own.
         num_data: Replaces the number of examples in the scale of the loss.
         batch_size_fn: Number of examples of an input that is not a tensor.
+        backend: Accepted for code written for curvlinops, "hooks" or "make_fx", without effect:
+            modules are recorded by hooks, and functions that read parameters as they are called.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone
             keeps nothing.
         owned: As for `curvature`: of several processes each keeps only some blocks, and has the
@@ -120,6 +122,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         num_data: int | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
+        backend: str = "hooks",
         max_kept_bytes: int = KEPT_BYTES,
         owned: bool = False,
         max_bytes: int | None = None,
@@ -130,6 +133,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         kfac_type = KFACType(one_of("kfac_approx", kfac_approx, *names_of(KFACType)))
         expand = kfac_type is KFACType.EXPAND
         flag("check_deterministic", check_deterministic)
+        one_of("backend", backend, "hooks", "make_fx")
         integer("mc_samples", mc_samples, low=1)
         if fisher_type is not FisherType.MC and mc_samples != 1:
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from curvlinops_plus.classic.arguments import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
 from curvlinops_plus.linalg.arithmetic import Adjoint
-from curvlinops_plus.options import instance
+from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
 Params = Sequence[Tensor] | Mapping[str, Tensor]
@@ -33,12 +33,16 @@ class GGNLinearOperator(GGN):
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of
             arguments.
         batch_size_fn: Number of examples of an input that is not a tensor.
+        mc_samples: Draws per example of the Monte-Carlo estimate, as of `FisherMCLinearOperator`;
+            0, the default, is the exact matrix.
+        seed: Where the draws start.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of
             copies.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
-        ValueError: If `chunk_size` is less than one, or `block_sizes` is given.
+        ValueError: If `chunk_size` is less than one, or `block_sizes` is given; if `mc_samples` is
+            no integer of at least 0.
 
     Example:
         >>> import torch
@@ -64,6 +68,8 @@ class GGNLinearOperator(GGN):
         block_sizes: Sequence[int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
+        mc_samples: int = 0,
+        seed: int = 2147483647,
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
@@ -71,6 +77,12 @@ class GGNLinearOperator(GGN):
             raise ValueError(
                 f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does."
             )
+        integer("mc_samples", mc_samples, low=0)
+        vectors = self._VECTORS
+        if mc_samples and vectors is not None:
+            raise ValueError(f"mc_samples={mc_samples}: {type(self).__name__} draws nothing.")
+        if mc_samples:
+            vectors = MonteCarlo(mc_samples, seed)
         risk = build_risk(
             model_func,
             loss_func,
@@ -82,7 +94,7 @@ class GGNLinearOperator(GGN):
             **risk_options,
         )
         super().__init__(
-            risk, self._VECTORS, check_deterministic=check_deterministic, chunk_size=chunk_size
+            risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size
         )
 
 

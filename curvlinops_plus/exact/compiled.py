@@ -323,8 +323,8 @@ def _drawn(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
 
 
 def _end_forward_mode() -> None:
-    """Leave the level of forward mode that a trace has entered: where it fails, the compiler forgets
-    it in Python, or altogether.
+    """Leave the level of forward mode that a trace has entered: where it fails, the compiler
+    forgets it in Python, or altogether.
     """
     forward_ad._current_level = -1
     # There is at most one level, and no way to ask for it.

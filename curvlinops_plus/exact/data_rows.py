@@ -24,7 +24,7 @@ from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState

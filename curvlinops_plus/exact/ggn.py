@@ -17,7 +17,7 @@ from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors

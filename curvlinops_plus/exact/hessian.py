@@ -14,7 +14,7 @@ from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.traced_batch import Trace, each, rows_joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals

@@ -19,6 +19,7 @@ from curvlinops_plus import (
     EKFACLinearOperator,
     Empirical,
     Exact,
+    FisherMCLinearOperator,
     FisherType,
     ForwardOnly,
     GGNDiagonalLinearOperator,
@@ -417,3 +418,24 @@ def test_positions_of_parameters() -> None:
         gradient, loss = K.gradient_and_loss()
         assert [g.shape for g in gradient] == [q.shape for q in params]
         close(loss, p.risk().loss())
+
+
+# ---------------------------------------------------------------------- names of curvlinops' main
+def test_monte_carlo_estimates_by_the_exact_class() -> None:
+    p = problem("mlp")
+    args = p.model, p.loss, p.params, p.data
+    drawn = GGNLinearOperator(*args, mc_samples=3, seed=5).to_dense()
+    same(drawn, FisherMCLinearOperator(*args, mc_samples=3, seed=5).to_dense())
+    assert not torch.equal(drawn, GGNLinearOperator(*args, mc_samples=3, seed=6).to_dense())
+    same(GGNLinearOperator(*args, mc_samples=0).to_dense(), GGNLinearOperator(*args).to_dense())
+    with pytest.raises(ValueError, match="EFLinearOperator draws nothing"):
+        EFLinearOperator(*args, mc_samples=1)
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator, KFOCLinearOperator])
+def test_backends(kind: Any) -> None:
+    p = problem("mlp")
+    args = p.model, p.loss, p.params, p.data
+    same(kind(*args, backend="make_fx").to_dense(), kind(*args).to_dense())
+    with pytest.raises(ValueError, match=r"backend='jax'.*'hooks', 'make_fx'"):
+        kind(*args, backend="jax")
