@@ -13,7 +13,7 @@ operator holds the numbers of when it was made.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -180,10 +180,16 @@ class LinearOperator(ABC):
             return self.out_space.write(self._matmat(x), container)
 
     def __rmatmul__(self, X: Any) -> Any:
-        """`X @ A`, with the `K` axis of tensors and arrays first."""
-        if isinstance(X, (Tensor, np.ndarray)) and X.ndim == 2:
-            return (self.adjoint() @ X.T).T
-        return self.adjoint() @ X
+        """`X @ A`: the `K` axis of rows is the first one, in lists and dictionaries, too."""
+        if isinstance(X, (Tensor, np.ndarray)):
+            return (self.adjoint() @ X.T).T if X.ndim == 2 else self.adjoint() @ X
+        if isinstance(X, Mapping):
+            pairs = [(X[name], shape) for name, shape in self.out_space.shapes.items() if name in X]
+        else:
+            pairs = [*zip(X, self.out_shapes)]
+        if not any(t.ndim > len(shape) for t, shape in pairs):
+            return self.adjoint() @ X
+        return _moved_axis(self.adjoint() @ _moved_axis(X, 0, -1), -1, 0)
 
     def rmatmat(self, X: Any) -> Any:
         """`Aᵀ @ X`, under SciPy's name."""
@@ -627,6 +633,13 @@ OF_PARTS = (NumericsError, NotImplementedError, TypeError, ValueError)
 def about(part: str, error: Exception) -> Exception:
     """The error, beginning with the name of the part of the matrix that it is about."""
     return type(error)(f"{part}: {error}")
+
+
+def _moved_axis(tree: Any, source: int, target: int) -> Any:
+    """A list, tuple or dictionary of tensors with one of their axes at another place."""
+    if isinstance(tree, Mapping):
+        return {key: t.movedim(source, target) for key, t in tree.items()}
+    return type(tree)(t.movedim(source, target) for t in tree)
 
 
 def moved(part: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

@@ -98,10 +98,13 @@ def test_forms(case: Case) -> None:
         close(X @ A, Y)
         close(torch.from_numpy((X.numpy() @ A).copy()), Y)
         tree = A.out_space.unflatten(X.T if columns else X)
-        for left in (tree, list(tree.values())):
+        if columns:
+            tree = {key: t.movedim(-1, 0) for key, t in tree.items()}
+        for left in (tree, list(tree.values()), tuple(tree.values())):
             answer = left @ A
             assert type(answer) is type(left)
-            close(A.in_space.flatten(answer), Y.T if columns else Y)
+            parts = answer.values() if isinstance(answer, dict) else answer
+            close(torch.cat([t.flatten(len(columns)) for t in parts], -1), Y)
 
 
 def apply_form(A: LinearOperator, form: str) -> Any:
