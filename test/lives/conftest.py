@@ -19,13 +19,17 @@ WORLD = 2
 
 
 @pytest.fixture(scope="session")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What new processes make of all models, by their ranks; see `worker.py`."""
+def elsewhere(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What new processes make of all models that are tested, by their ranks; see `worker.py`."""
     from test.lives.lives import KINDS, operator_of
     from test.lives.models import MODELS
 
     folder = tmp_path_factory.mktemp("elsewhere")
-    there = [name for name, ordinary in MODELS.items() if not ordinary.missing]
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    tested = {call.params.get("ordinary") for call in calls if call is not None}
+    there = [name for name in MODELS if name in tested and not MODELS[name].missing]
     states = {
         name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there
     }

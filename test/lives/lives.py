@@ -125,12 +125,12 @@ def determined(K: BlockwiseLinearOperator) -> Tensor:
     alone.
 
     Where stride and kernel of a transposed convolution are equal, its input factor is the same
-    matrix for each tap; of a batch an expert may see less rows than it has columns. Eigenvectors of repeated eigenvalues depend on rounding, and so do EKFAC's
-    corrected eigenvalues, but not their sum.
+    matrix for each tap; an expert may see less rows than it has columns. Eigenvectors of repeated
+    eigenvalues depend on rounding, and so do EKFAC's corrected eigenvalues, but not their sum.
     """
     modules = dict(K.risk.model.named_modules())
     repeated = {name for name, module in modules.items() if isinstance(module, nn.ConvTranspose2d)}
-    repeated |= {name for name in modules if name.startswith("experts.")}
+    repeated |= {name for name in K.blocks if "experts" in name}
     repeated = {
         name for name in repeated & K.blocks.keys() if isinstance(K.blocks[name], Eigendecomposed)
     }

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from test.helpers import DEVICE
+from test.lives.packages import IMAGE_MODELS, LANGUAGE_MODELS, TEXT_MODELS
 
 # -------------------------------------------------------------------------------------- perceptrons
 
@@ -326,6 +327,8 @@ class Ordinary:
         collate: Makes the input of a batch.
         options: Of `EmpiricalRisk`, for the model.
         needs: A package that has to be there.
+        rtol: How close results are that are computed in other ways: models may compute some of
+            them in single precision.
     """
 
     module: Callable[[], nn.Module]
@@ -335,6 +338,7 @@ class Ordinary:
     collate: Callable[[Sequence[Any]], Any] = stacked
     options: Callable[[Any], dict[str, Any]] = lambda model: {}
     needs: str = "torch"
+    rtol: float = 1e-10
 
     @property
     def missing(self) -> bool:
@@ -391,3 +395,14 @@ MODELS: dict[str, Ordinary] = {
     "two heads": Ordinary(TwoHeads, floats(4), heads, two_losses),
     "experts": Ordinary(Experts, floats(4), classes),
 }
+#: Models of packages, which are slow to import.
+OF_PACKAGES = {
+    name: Ordinary(make, inputs, targets, needs="transformers", rtol=1e-6)
+    for models, inputs, targets in (
+        (LANGUAGE_MODELS, tokens, words),
+        (TEXT_MODELS, tokens, classes),
+        (IMAGE_MODELS, images, classes),
+    )
+    for name, make in models.items()
+}
+MODELS |= OF_PACKAGES

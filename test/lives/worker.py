@@ -47,13 +47,13 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", CurvatureWarning)
     found: dict[str, Any] = {}
+    stored = torch.load(folder / "operators.pt", map_location="cpu", weights_only=True)
     if rank == 0:
-        stored = torch.load(folder / "operators.pt", map_location="cpu", weights_only=True)
         found["read"] = {
             name: attempt(read, MODELS[name], states) for name, states in stored.items()
         }
     dist.init_process_group("gloo", f"file://{folder}/world", timedelta(minutes=5), world, rank)
-    there = {name: ordinary for name, ordinary in MODELS.items() if not ordinary.missing}
+    there = {name: MODELS[name] for name in stored}
     found["in parts"] = {
         name: attempt(in_parts, ordinary, Processes()) for name, ordinary in there.items()
     }
