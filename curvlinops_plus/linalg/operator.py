@@ -183,11 +183,15 @@ class LinearOperator(ABC):
         """`X @ A`: the `K` axis of rows is the first one, in lists and dictionaries, too."""
         if isinstance(X, (Tensor, np.ndarray)):
             return (self.adjoint() @ X.T).T if X.ndim == 2 else self.adjoint() @ X
+        shapes = self.out_space.shapes
+        pairs: list[tuple[Any, torch.Size]] = []
         if isinstance(X, Mapping):
-            pairs = [(X[name], shape) for name, shape in self.out_space.shapes.items() if name in X]
-        else:
-            pairs = [*zip(X, self.out_shapes)]
-        if not any(t.ndim > len(shape) for t, shape in pairs):
+            pairs = [(X[name], shape) for name, shape in shapes.items() if name in X]
+        elif isinstance(X, (list, tuple)):
+            pairs = [*zip(X, shapes.values())]
+        are_tensors = all(isinstance(t, Tensor) for t, _ in pairs)
+        # A vector, or what the product says is none.
+        if not are_tensors or not any(t.ndim > len(shape) for t, shape in pairs):
             return self.adjoint() @ X
         return _moved_axis(self.adjoint() @ _moved_axis(X, 0, -1), -1, 0)
 

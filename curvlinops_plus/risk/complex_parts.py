@@ -24,6 +24,9 @@ def split_complex(model: nn.Module) -> list[str]:
     Returns:
         The names of the parameters that were complex; none if there are none.
 
+    Raises:
+        ValueError: If several modules share one; the model has not changed then.
+
     Example:
         >>> model = nn.Module()
         >>> model.weight = nn.Parameter(torch.tensor([1 + 2j]))
@@ -32,13 +35,23 @@ def split_complex(model: nn.Module) -> list[str]:
         >>> [p.item() for p in model.parameters()]
         [1.0, 2.0]
     """
-    names = []
-    for path, module in [*model.named_modules()]:
-        for name, p in [*module._parameters.items()]:
-            if p is not None and p.is_complex():
-                parametrize.register_parametrization(module, name, _Parts())
-                names.append(f"{path}.{name}" if path else name)
-    return names
+    places: dict[str, tuple[nn.Module, str]] = {}
+    name_of: dict[Tensor, str] = {}
+    for path, module in model.named_modules():
+        for local, p in module._parameters.items():
+            if p is None or not p.is_complex():
+                continue
+            name = f"{path}.{local}" if path else local
+            if p in name_of:
+                raise ValueError(
+                    f"{name_of[p]!r} and {name!r} are one complex parameter, which would become "
+                    "two that are trained apart. Keep it in one module, and read it from there."
+                )
+            name_of[p] = name
+            places[name] = module, local
+    for module, local in places.values():
+        parametrize.register_parametrization(module, local, _Parts())
+    return [*places]
 
 
 class _Parts(nn.Module):

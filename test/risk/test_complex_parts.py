@@ -106,6 +106,16 @@ def test_frozen_and_real_parameters_stay() -> None:
         assert torch.equal(p, before)
 
 
+def test_shared_parameters_are_not_divided() -> None:
+    """Two copies would be trained apart."""
+    model = nn.Sequential(Spectral(2, 2, 3), Spectral(2, 2, 3))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are one complex"):
+        split_complex(model)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight"]
+    assert model[0].weight is model[1].weight
+
+
 @pytest.mark.filterwarnings("ignore:1 of 3 layers get their exact diagonal")
 def test_a_life(tmp_path: Path) -> None:
     """Trained, saved, loaded with the model of another process."""
