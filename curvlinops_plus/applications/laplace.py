@@ -176,6 +176,16 @@ class Laplace:
         if self._curvature_before is not None:
             self._total()  # refuses now, too
 
+    def __repr__(self) -> str:
+        """The curvature and the hyperparameters that it has now; nothing is computed."""
+        prior = f"prior precision {_shown(self.prior_precision)}"
+        noise = "" if self.noise is None else f", noise {_shown(self.noise)}"
+        return (
+            f"Laplace({len(self._mode)} parameters, {self.risk.losses[0].title})\n"
+            f"  curvature: {self.K.label}\n"
+            f"  {prior}{noise}, temperature {self.temperature:g}"
+        )
+
     # -------------------------------------------------------------------------------- the posterior
     @property
     def posterior(self) -> BlockDiagonal:
@@ -541,6 +551,14 @@ class Laplace:
     def _block_precisions(self, prior: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
         return precisions_of(prior, self._blocks).of_blocks()
+
+
+def _shown(numbers: Any) -> str:
+    """A number, or the smallest and the largest of several."""
+    given = numbers.values() if isinstance(numbers, Mapping) else [numbers]
+    tensors = [torch.as_tensor(number).detach().cpu().double().flatten() for number in given]
+    low, high = (float(end) for end in torch.cat(tensors).aminmax())
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def _risk_for_posterior(K: Any) -> EmpiricalRisk:

@@ -27,6 +27,7 @@ from curvlinops_plus.blocks.state import (
     take_state,
     vectors_of,
 )
+from curvlinops_plus.blocks.summary import Summary, summary_of
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import UnsupportedError
@@ -279,7 +280,12 @@ class BlockwiseLinearOperator(Deferred):
         """Block name to operator. Blocks are named after layers, or after parameters that have a
         block of their own.
         """
-        return dict(self.operator.blocks)
+        blocks = dict(self.operator.blocks)
+        for group in self.plan.groups:
+            if group.name in blocks:
+                keys = ", ".join(group.keys)
+                blocks[group.name]._of = f"block {group.name!r} ({keys})"
+        return blocks
 
     def _with(self, operator: BlockDiagonal) -> Self:
         other = copy.copy(self)
@@ -423,6 +429,37 @@ class BlockwiseLinearOperator(Deferred):
             all, GiB  0.148      0.082
         """
         return memory_of(self.plan)
+
+    def summary(self, damping: Any = None) -> Summary:
+        """Trace, largest eigenvalue, rank and condition of each block: print it for a table, or
+        make `pandas.DataFrame(K.summary())`.
+
+        Args:
+            damping: What `inverse` takes: then `condition` is that of the damped blocks. None: of
+                the blocks as they are, inf if they are singular.
+
+        Returns:
+            A `Summary`, a tuple with a dictionary for each block.
+
+        Raises:
+            ValueError: If the damping is negative or does not fit the blocks.
+
+        Cost: the eigendecompositions of `inverse`, which are remembered, and one transfer from the
+        device.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from curvlinops_plus import FullBlock, EmpiricalRisk, curvature
+            >>> model = nn.Linear(1, 1)
+            >>> data = [(torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1))]
+            >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), FullBlock)
+            >>> K.summary(damping=1.0)
+            block    module  parameters    count  trace  largest  rank  condition
+            (model)  Linear  weight, bias      2      4        2     2          1
+            all                                2      4        2     2
+        """
+        return summary_of(self, damping)
 
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""

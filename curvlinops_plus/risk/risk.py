@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from operator import length_hint
+from reprlib import repr as shortened
 from typing import Any, TypeVar
 
 import torch
@@ -199,6 +201,26 @@ class EmpiricalRisk(ModelParameters):
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
         self.checked = Checked()
+
+    def __repr__(self) -> str:
+        """Model, losses, sizes and options that are not the default; nothing is read or run."""
+        losses = ", ".join(loss.title for loss in self.losses)
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [
+            f"{type(self).__name__}({type(self.model).__name__}, {losses}), {self.space.dim} "
+            f"parameters in {len(self.params)} tensors, {dtype} on {self.device}"
+        ]
+        batches = length_hint(self.data, -1)
+        counted = "" if batches < 0 else f" of {batches} batch{'es' * (batches != 1)}"
+        lines.append(f"  data: {type(self.data).__name__}{counted}")
+        default = RiskOptions()
+        options = []
+        for name, option in vars(self.options).items():
+            if option not in (getattr(default, name), {}):
+                options.append(f"{name}={getattr(option, '__name__', None) or shortened(option)}")
+        if options:
+            lines.append(f"  options: {', '.join(options)}")
+        return "\n".join(lines)
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.

@@ -212,6 +212,11 @@ class KFACPreconditioner(TiedOptimizer):
         self._forget_inverse()
         self._read_options()
 
+    def __repr__(self) -> str:
+        trained = repr(self.curvature.risk).splitlines()[0]
+        taken = f"{self.steps} steps, {self.curvature.updates} updates of the statistics"
+        return f"{super().__repr__()}\nof {trained}\nafter {taken}"
+
     @property
     def last_step(self) -> StepReport:
         """What the last step did. On a GPU the first look at it waits for the step."""
