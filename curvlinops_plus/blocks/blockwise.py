@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.approximations import APPROXIMATIONS
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
@@ -19,7 +20,6 @@ from curvlinops_plus.blocks.plan import (
     plan_table,
 )
 from curvlinops_plus.blocks.state import (
-    APPROXIMATIONS,
     checked,
     description_of,
     from_data,
@@ -649,9 +649,9 @@ def curvature(
     Args:
         risk: Model, loss and data.
         approximation: An approximation for all layers (KFAC, EKFAC, NearestKronecker, TNT,
-            DiagonalBlock, FullBlock, ScaledIdentity, your own `Accumulator`), or a mapping from
-            layer names, globs or module types to one. Exact names come before globs, globs before
-            types.
+            DiagonalBlock, FullBlock, ScaledIdentity, your own `Accumulator`), or its name, as
+            "ekfac"; or a mapping from layer names, globs or module types to one. Exact names come
+            before globs, globs before types.
         default: The approximation of layers that the mapping does not name.
         vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`,
             `Empirical()`, `ForwardOnly()`.

@@ -22,15 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Approximation
-from curvlinops_plus.blocks.ekfac import EKFAC
-from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.per_example import (
-    TNT,
-    DiagonalBlock,
-    FullBlock,
-    NearestKronecker,
-    ScaledIdentity,
-)
+from curvlinops_plus.blocks.approximations import APPROXIMATIONS
 from curvlinops_plus.blocks.plan import Plan
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import Diagonal, LinearOperator, Structure
@@ -50,7 +42,6 @@ from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, modules_of
 
 VERSION = 1
-APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
 # Options of a risk that a state has.
 _OPTIONS = ("num_data", "num_per_example_loss_terms", "progressbar")
 VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
