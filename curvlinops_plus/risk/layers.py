@@ -391,6 +391,11 @@ class ModuleUse:
         return holders
 
     @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"{title(self.name)} ({type(self.owner).__name__})"
+
+    @property
     def without_rule(self) -> bool:
         """Whether nothing is known of the module but that it holds the parameters."""
         return self.rule is GENERIC and not is_parametrized(self.module)
