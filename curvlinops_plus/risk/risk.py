@@ -30,9 +30,9 @@ from curvlinops_plus.risk.batches import (
     prepare_graph,
     refuse_outside_reads,
 )
+from curvlinops_plus.risk.found_reads import FoundReads
 from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
-from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
 from curvlinops_plus.risk.parameters import (
