@@ -551,7 +551,7 @@ class BlockwiseLinearOperator(Deferred):
         state_dict: Mapping[str, Any],
         model: ModelOrFunction,
         data: Iterable[Any] | None = None,
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None = None,
         *,
         loss: Any = None,
         approximations: Iterable[type[Accumulator]] = (),

@@ -71,9 +71,10 @@ class EmpiricalRisk(ModelParameters):
             to all of them, such as a table or a graph, a buffer of the model, or add an axis of
             size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any
-            order, frozen ones included. A dict with the model's names may hold other values:
-            everything is computed at these, and the model keeps its own. Default: all that require
-            a gradient; a function has no default.
+            order, frozen ones included. In a list, names stand for them: "2.weight" for itself, "2"
+            for all parameters of the module, "*.bias" for all that match. A dict with the model's
+            names may hold other values: everything is computed at these, and the model keeps its
+            own. Default: all that require a gradient; a function has no default.
         output: Selects the tensor that the loss reads from what the model returns, or the dict or
             tuple of tensors that several losses read. Outputs with `.logits` don't need it.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of
@@ -160,7 +161,7 @@ class EmpiricalRisk(ModelParameters):
         model: ModelOrFunction,
         loss: nn.Module | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
         data: Iterable[Any],
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None = None,
         *,
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,

@@ -36,7 +36,7 @@ from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
-from curvlinops_plus.risk.parameters import wrapped_processes
+from curvlinops_plus.risk.parameters import without_names, wrapped_processes
 from curvlinops_plus.risk.preserve import refuse_capture, untraced
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class KFACPreconditioner(TiedOptimizer):
         model: The network.
         loss: The loss, or several, as for `EmpiricalRisk`.
         damping: `λ`, or a function of the number of steps before.
-        params: Parameters, or groups of them with options of their own (`damping`,
-            `norm_constraint`); default: all that require a gradient. Parameters of one block belong
-            in one group.
+        params: Parameters or names, as for `EmpiricalRisk`, or groups of them with options of their
+            own (`damping`, `norm_constraint`); default: all that require a gradient. Parameters of
+            one block belong in one group.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update.
@@ -165,12 +165,15 @@ class KFACPreconditioner(TiedOptimizer):
         inverse_every = integer("inverse_every", inverse_every, low=1)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
-        if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
-            raise type_error("params", params, "a list of parameters, or of groups of them")
+        if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
+            raise type_error(
+                "params", params, "a list of parameters or names, or of groups of them"
+            )
+        given = params.values() if isinstance(params, Mapping) else params
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
         super().__init__(
-            params.values() if isinstance(params, Mapping) else params,
+            without_names(model, given),
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
         for group in self._read_groups(self.param_groups):
@@ -792,8 +795,8 @@ class KFACOptimizer(KFACPreconditioner):
         lr: `α`, or "adaptive": the minimum of the quadratic model.
         momentum: `μ`, or "adaptive".
         damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
-        params: Parameters, or groups of them with options of their own; default: all that require a
-            gradient.
+        params: Parameters or names, as for `EmpiricalRisk`, or groups of them with options of their
+            own; default: all that require a gradient.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update; batches are weighted by numbers of
