@@ -101,10 +101,10 @@ class BlockwiseLinearOperator(Deferred):
     """
 
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
-    adopts_vectors: bool = False
+    _adopts_vectors: bool = False
     #: Whether the blocks were computed from the data of the risk, not from a stream, and not
     #: loaded.
-    of_data: bool = False
+    _of_data: bool = False
 
     @takes_risk
     def __init__(
@@ -159,7 +159,7 @@ class BlockwiseLinearOperator(Deferred):
         self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
-        self.kept_on = device_of("offload", offload)
+        self._kept_on = device_of("offload", offload)
         self._operator: BlockDiagonal | None = None
         #: Sweeps of which some are left.
         self._begun: Sweeps | None = None
@@ -169,7 +169,7 @@ class BlockwiseLinearOperator(Deferred):
         self.parameters: Fingerprint = {}
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Self:
+    def _of_plan(cls, plan: Plan) -> Self:
         """An operator of these layers without blocks."""
         K = cls.__new__(cls)
         K._begin(plan)
@@ -226,7 +226,7 @@ class BlockwiseLinearOperator(Deferred):
         self._adopt(sweeps.blocks, sweeps.totals[0].examples, parameters)
         if self.scale != 1:
             self._operator = self.operator._scale(self.scale)
-        self.of_data = True
+        self._of_data = True
 
     def _adopt(
         self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint
@@ -238,7 +238,7 @@ class BlockwiseLinearOperator(Deferred):
             parameters: The fingerprint of those that they were computed at.
         """
         layouts = {group.name: group.layout for group in self.plan.groups}
-        device = self.kept_on or self.device
+        device = self._kept_on or self.device
         mine = {name: blocks[name].to(device, self.dtype) for name in layouts if name in blocks}
         space = self.risk.space
         if device.type != "cpu":
@@ -518,7 +518,7 @@ class BlockwiseLinearOperator(Deferred):
             state["blocks"] = {name: sealed(pack(block)) for name, block in blocks.items()}
         return sealed(state)
 
-    def state_parts(self) -> dict[str, dict[str, Any]]:
+    def _state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before
         they are computed.
         """
@@ -625,7 +625,7 @@ class BlockwiseLinearOperator(Deferred):
                     LayerPlan(layer, of_layers[layer.name]).accumulators()
         if vectors is None:
             vectors = vectors_of(plan.part("vectors"))
-        K = cls.of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
+        K = cls._of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
         take_state(K, state)
         return K
 

@@ -261,7 +261,7 @@ def take_state(K: Any, state: Fields) -> None:
             plan.risk.reads = rebuild_reads(plan.risk.params, data["reads"])
         plan = plan.renewed()
     mine = plan_as_data(K, plan)
-    if K.adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
+    if K._adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
         mine["vectors"] = data["vectors"]
         plan.vectors = vectors_of(state.part("plan").part("vectors"), [type(K.vectors)])
     if keys_of(data) != keys_of(mine):

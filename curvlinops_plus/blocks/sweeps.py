@@ -117,7 +117,7 @@ class Sweeps:
         if owners is not None:
             mine = {name for name, rank in owners.items() if rank == processes.rank}
         blocks = sums.finish(self.totals[-1], processes, mine, self._unvisited)
-        if (device := self.K.kept_on) is not None:
+        if (device := self.K._kept_on) is not None:
             blocks = {name: block.to(device, self.risk.dtype) for name, block in blocks.items()}
         self.blocks |= blocks
 

@@ -174,7 +174,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             compute=check_deterministic,
         )
 
-    adopts_vectors = True
+    _adopts_vectors = True
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew from the data; what was there before is dropped."""

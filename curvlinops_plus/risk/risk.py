@@ -47,6 +47,28 @@ from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
 
+#: Of a risk, what operators call and users don't.
+_FOR_OPERATORS = {
+    "batches",
+    "checked",
+    "for_vectors",
+    "own_params",
+    "placed",
+    "read",
+    "read_input",
+    "read_output",
+    "reads",
+    "renew",
+    "require_in_place",
+    "require_own_values",
+    "restricted",
+    "run",
+    "scale",
+    "sharded",
+    "together",
+    "whole",
+}
+
 
 class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
@@ -222,6 +244,10 @@ class EmpiricalRisk(ModelParameters):
         if options:
             lines.append(f"  options: {', '.join(options)}")
         return "\n".join(lines)
+
+    def __dir__(self) -> list[str]:
+        """What users call; the package has the rest for operators."""
+        return sorted({*super().__dir__()} - _FOR_OPERATORS)
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
