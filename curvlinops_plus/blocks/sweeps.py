@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from curvlinops_plus.blocks.plan import groups_within
 from curvlinops_plus.blocks.sums import Sums

@@ -43,6 +43,7 @@ def logdet(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one,
     `K.shift(δ).logdet`.
@@ -65,6 +66,7 @@ def logdet(
         generator: As for `hutchinson_trace`.
         return_error: Return `(estimate, standard error)` instead of the estimate; NaN of -inf, and
             of one vector.
+        progressbar: Show a bar that counts products.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or has a negative eigenvalue.
@@ -82,10 +84,11 @@ def logdet(
         >>> logdet(A, num_probes=1)  # 6 log 2; signs are exact for a diagonal matrix
         tensor(4.1589)
     """
-    with multiplying(A, "symmetric") as M:
+    with multiplying(A, "symmetric", progressbar) as M:
         n = M.shape[0]
         steps = min(integer("num_steps", num_steps, low=1), n)
         num_probes = integer("num_probes", num_probes, low=1)
+        M.bar.reset(num_probes * steps)
         flag("return_error", return_error)
         fewer = steps if steps == n else max(1, steps - steps // 4)
 
@@ -135,6 +138,7 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     generator: Generator | None = None,
+    progressbar: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The density of the eigenvalues of a symmetric matrix, smoothed (Papyan 2020, algorithm 2).
 
@@ -154,6 +158,7 @@ def lanczos_approximate_spectrum(
             the largest absolute eigenvalue; 0 means machine precision.
         generator: Where the random vectors come from, by default PyTorch's global generator. See
             `hutchinson_trace`.
+        progressbar: Show bars that count products: those that find boundaries, then the others.
 
     Returns:
         The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`.
@@ -179,7 +184,7 @@ def lanczos_approximate_spectrum(
         (1.0, 0.1)
     """
     cached = LanczosApproximateSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar
     )
     return cached.approximate_spectrum(num_repeats, num_points, kappa, margin)
 
@@ -196,6 +201,7 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     generator: Generator | None = None,
+    progressbar: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section
     C.7).
@@ -227,7 +233,7 @@ def lanczos_approximate_log_spectrum(
         (True, 1.0)
     """
     cached = LanczosApproximateLogSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar
     )
     return cached.approximate_log_spectrum(num_repeats, num_points, kappa, margin, epsilon)
 
@@ -245,14 +251,16 @@ class _LanczosRuns:
         boundaries_tol: float = 1e-2,
         *,
         generator: Generator | None = None,
+        progressbar: bool = False,
     ) -> None:
         self.A = A
         self.ncv = integer("ncv", ncv, low=2)
         number("boundaries_tol", boundaries_tol, low=0)
         known = known_boundaries(boundaries)
         self._generator = generator
+        self._progressbar = progressbar
         self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
-        with multiplying(A, "symmetric") as M:
+        with multiplying(A, "symmetric", progressbar) as M:
             run = None
             if None in known:  # the first run may know the ends, too
                 (V,) = M.draws(1, "normal", generator, copies=5)
@@ -281,8 +289,11 @@ class _LanczosRuns:
         number("kappa", kappa, above=1)
         number("margin", margin, low=0)
         number("epsilon", epsilon, low=0, optional=True)
-        with multiplying(self.A) as M:
-            for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
+        missing = max(num_repeats - len(self._runs), 0)
+        shows = self._progressbar and missing > 0
+        with multiplying(self.A, "square", shows) as M:
+            M.bar.reset(missing * min(self.ncv, M.shape[0]))
+            for V in M.draws(missing, "normal", self._generator, copies=5):
                 self._run(M, V)
         low, high = self.boundaries
         if epsilon is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes

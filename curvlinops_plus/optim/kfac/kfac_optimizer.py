@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.state import checked
