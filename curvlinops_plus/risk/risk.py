@@ -66,6 +66,7 @@ _FOR_OPERATORS = {
     "scale",
     "sharded",
     "together",
+    "value",
     "whole",
 }
 
