@@ -19,7 +19,7 @@ ROOMS = [
     ["estimate", "likelihood", "layer"],
     ["risk"],
     ["exact", "blocks"],
-    ["classic", "optim", "applications", "integrations"],
+    ["classic", "optim", "applications", "integrations", "plots"],
 ]
 FLOORS = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +155,8 @@ def _text(number: float) -> str:
 
 
 def _html_row(texts: tuple[str, ...], tag: str) -> str:
+    from html import escape
+
     left = len(_LABELS)
     cells = [f"<{tag}>{escape(text)}</{tag}>" for text in texts[:left]]
     align = ' style="text-align: right"'

@@ -304,7 +304,8 @@ def approximate_boundaries_abs(
     `approximate_boundaries`.
 
     The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix
-    it can be smaller still. `A`, `tol`, `boundaries`, `generator`, and errors as there.
+    it can be smaller still. `A`, `tol`, `boundaries`, `generator`, `progressbar`, and errors as
+    there.
 
     Example:
         >>> low, high = approximate_boundaries_abs(torch.diag(torch.tensor([-2.0, -1.0, 3.0, 5.0])))
