@@ -14,7 +14,7 @@ from test.mutants import __main__ as mutants
 PACKAGE = Path(__file__).parents[1] / "curvlinops_plus"
 
 ROOMS = [
-    ["contexts", "errors", "options", "random_state", "version"],
+    ["contexts", "errors", "options", "progress", "random_state", "version"],
     ["linalg", "distributed"],
     ["estimate", "likelihood", "layer"],
     ["risk"],

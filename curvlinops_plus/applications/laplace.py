@@ -45,6 +45,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.options import flag, integer, number, random_generator, tensor_of
+from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -493,7 +494,7 @@ class Laplace:
         flag("progressbar", progressbar)
         if isinstance(X, (DataLoader, Iterator)):
             predictions = []
-            for item in tqdm(X, "predictions", disable=not progressbar):
+            for item in shown(X, "predictions", progressbar):
                 part = item[0] if isinstance(item, (tuple, list)) else item
                 options = {"samples": samples, "generator": generator}
                 predictions.append(self.predict(part, link, **options))

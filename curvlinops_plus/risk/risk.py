@@ -8,18 +8,17 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from operator import length_hint
 from reprlib import repr as shortened
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.options import flag, function, number, one_of
+from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
     Batch,
     check_data,
@@ -234,8 +233,8 @@ class EmpiricalRisk(ModelParameters):
             f"{type(self).__name__}({type(self.model).__name__}, {losses}), {self.space.dim} "
             f"parameters in {len(self.params)} tensors, {dtype} on {self.device}"
         ]
-        batches = length_hint(self.data, -1)
-        counted = "" if batches < 0 else f" of {batches} batch{'es' * (batches != 1)}"
+        batches = known_length(self.data)
+        counted = "" if batches is None else f" of {batches} batch{'es' * (batches != 1)}"
         lines.append(f"  data: {type(self.data).__name__}{counted}")
         default = RiskOptions()
         options = []
@@ -292,10 +291,8 @@ class EmpiricalRisk(ModelParameters):
                 some.
         """
         before = 0
-        items: Any = self.data
-        if self.options.progressbar:
-            items = tqdm(self.data, desc=f"{desc} (on {self.device})")
-        for index, item in enumerate(items):
+        title = f"{desc} (on {self.device})"
+        for index, item in enumerate(shown(self.data, title, self.options.progressbar)):
             batch = self.read(item, index, before)
             if batch.num_examples:
                 yield batch if batch.first == before else replace(batch, first=before)

@@ -35,6 +35,16 @@ class Stream(IterableDataset):
         raise AssertionError("a repr reads no data")
 
 
+class Unknown:
+    """Batches whose number nobody knows, as loaders of streams say in different ways."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a repr reads no data")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class NoCalls(nn.Module):
     """A model that must not run."""
 
@@ -65,10 +75,12 @@ def test_nothing_is_read_or_run_for_it() -> None:
     loader = DataLoader(Stream(), batch_size=None)
     of_stream = EmpiricalRisk(NoCalls(), nn.MSELoss(), loader)
     assert repr(of_stream).endswith("data: DataLoader")
+    of_stream = EmpiricalRisk(NoCalls(), nn.MSELoss(), Unknown())
+    assert repr(of_stream).endswith("data: Unknown")
     assert "data: generator" in repr(EmpiricalRisk(MODEL, nn.MSELoss(), (b for b in DATA)))
     for operator in (GGN(of_stream), Hessian(of_stream)):
         assert repr(operator).startswith(f"{type(operator).__name__}(2 x 2, ")
-        assert "\n    data: DataLoader" in repr(operator)
+        assert "\n    data: Unknown" in repr(operator)
     for kind in (Jacobian, GGNFactor):
         assert repr(kind(of_stream)).startswith(f"{kind.__name__}(sizes not read yet, torch.float")
     J = Jacobian(risk())

@@ -10,7 +10,6 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.state import checked
@@ -34,6 +33,7 @@ from curvlinops_plus.optim.kfac.policies import (
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.options import flag, integer, number, one_of, type_error
+from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import without_names, wrapped_processes
@@ -330,6 +330,7 @@ class KFACPreconditioner(TiedOptimizer):
         Args:
             batches: As for `listen`; the model is run on each.
             steps: How many of them; default: all.
+            progressbar: Show a bar over them.
 
         Raises:
             ValueError: If a step was taken already, or the loss is a sum, whose batches would be
@@ -343,7 +344,7 @@ class KFACPreconditioner(TiedOptimizer):
                 f"warmup(...) averages means before the first step; {self.steps} steps, "
                 f"{reduction!r}."
             )
-        for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
+        for batch in shown(islice(batches, steps), "warmup", flag("progressbar", progressbar)):
             self.curvature.update(batch, decay=1.0)
         self._hooks.forget()
 
