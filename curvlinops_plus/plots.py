@@ -81,7 +81,7 @@ def plot_summary(
     """
     one_of("key", key, "trace", "largest", "rank", "condition", "count")
     ax = _axes(ax)
-    ax.barh([row["block"] or "(model)" for row in summary], [row[key] for row in summary], **bars)
+    ax.barh([row["block"] for row in summary], [row[key] for row in summary], **bars)
     if not ax.yaxis_inverted():
         ax.invert_yaxis()
     ax.set(xlabel=key)

@@ -456,9 +456,9 @@ class BlockwiseLinearOperator(Deferred):
             >>> data = [(torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1))]
             >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), FullBlock)
             >>> K.summary(damping=1.0)
-            block    module  parameters    count  trace  largest  rank  condition
-            (model)  Linear  weight, bias      2      4        2     2          1
-            all                                2      4        2     2
+            block   module  parameters    count  trace  largest  rank  condition
+            weight  Linear  weight, bias      2      4        2     2          1
+            all                               2      4        2     2
         """
         return summary_of(self, damping)
 

@@ -52,6 +52,7 @@ def as_data(choice: Approximation | Vectors) -> dict[str, Any]:
     """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
 
     Example:
+        >>> from curvlinops_plus import KFAC
         >>> as_data(KFAC.using(kfac_approx="reduce"))
         {'kind': 'KFAC', 'options': {'kfac_approx': 'reduce'}}
         >>> as_data(MonteCarlo(3, seed=1))

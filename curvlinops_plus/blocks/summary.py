@@ -45,9 +45,9 @@ class Summary(tuple[dict[str, Any], ...]):
         >>> data = [(torch.ones(4, 3), torch.zeros(4, 2))]
         >>> K = curvature(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), data), DiagonalBlock)
         >>> K.summary()
-        block    module  parameters    count  trace  largest  rank  condition
-        (model)  Linear  weight, bias      8      8        1     8          1
-        all                                8      8        1     8
+        block   module  parameters    count  trace  largest  rank  condition
+        weight  Linear  weight, bias      8      8        1     8          1
+        all                               8      8        1     8
         >>> K.summary()[0]["trace"]
         8.0
     """
@@ -77,7 +77,7 @@ class Summary(tuple[dict[str, Any], ...]):
         """Head, rows and the last line, as texts."""
         rows: list[tuple[str, ...]] = [(*_LABELS, *_NUMBERS)]
         for row in self:
-            names = (row["block"] or "(model)", row["module"], row["parameters"])
+            names = (row["block"], row["module"], row["parameters"])
             rows.append((*names, *(_text(row[key]) for key in _NUMBERS)))
         totals: dict[str, Any] = {
             key: sum(row[key] for row in self) for key in ("count", "trace", "rank")
