@@ -100,6 +100,9 @@ class QuadraticPenalty:
         #: `θ₀` as one vector.
         self.at = vector.squeeze(1).detach().clone()
 
+    def __repr__(self) -> str:
+        return f"QuadraticPenalty({self.K.label}, strength={self.strength:g})"
+
     def __call__(self) -> Tensor:
         """The value, 0-d, differentiable in the parameters."""
         if self._risk is not None:

@@ -150,6 +150,9 @@ class Scaled(LinearOperator):
         # Those of A, multiplied and shifted; the eigenvectors are the same.
         return self.c * self.A.eigenvalues() + self.delta
 
+    def _counted(self) -> Tensor:
+        return self.c * self.A._counted() + self.delta
+
     @property
     def frobenius_norm(self) -> Tensor:
         # ‖c A + δ I‖² = ‖c A‖² + 2 δ tr(c A) + n δ², whose terms may be infinite in single
