@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -150,7 +150,9 @@ def _computed(module: nn.Module, parameters: Iterable[str]) -> list[str]:
     """Attributes that `torch.nn.utils.parametrize` computes from parameters at each access. They
     are not looked at here: that may change buffers (spectral normalization) or draw random numbers.
     """
-    names = list(module.parametrizations) if is_parametrized(module) else []
+    if not is_parametrized(module):
+        return []
+    names = [*cast("nn.ModuleDict", module.parametrizations)]
     prefixes = {name: f"parametrizations.{name}." for name in names}
     return [name for name in names if any(key.startswith(prefixes[name]) for key in parameters)]
 
