@@ -22,15 +22,14 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples
-from curvlinops_plus.risk.batches import Batch, mapped
-from curvlinops_plus.risk.preserve import kept_modules, kept_random_state
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.loss_values import no_mean, require_no_broadcast
 
 Key = str | int
 Number = Tensor | float
@@ -407,7 +406,8 @@ class OutputLoss:
 
         Raises:
             TypeError: If it returns no tensor.
-            ValueError: If that is no single number, or does not depend on the output.
+            ValueError: If that is no single number, does not depend on the output, or if output and
+                target are broadcast.
 
         Warns:
             CurvatureWarning: Once, in a pass of several batches, if it is no mean (or sum) over
@@ -415,7 +415,8 @@ class OutputLoss:
         """
         N = batch.num_examples
         if self.warning is None and N > 1:
-            self.warning = _no_mean(self, f, y, N)
+            require_no_broadcast(self, f, y, N)
+            self.warning = no_mean(self, f, y, N)
         if self.warning and batch.first:
             message = self.warning
             self.warning = ""
@@ -437,70 +438,6 @@ class OutputLoss:
                 ".numpy()), round it, or compute under torch.no_grad()?"
             )
         return value * N if self.reduction == "mean" else value
-
-
-#: Largest relative difference of two values of a loss that passes as rounding, by bytes of an
-#: output's number.
-_LOSS_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-6}
-
-# How many examples are compared: enough for differing weights, masks and classes among them.
-_COMPARED = 8
-
-
-def _no_mean(loss: OutputLoss, f: Tensor, y: Any, N: int) -> str:
-    """What is to be said of a loss whose value for a few examples is not the mean, or sum, of
-    theirs by themselves.
-
-    Nothing if it is; if output or target can't be cut into examples, as lists of one target for
-    each; or if the loss can't be computed for a single example, or is random.
-
-    Cost: ten calls of the loss.
-    """
-    targets = [y]
-    if isinstance(y, Mapping):
-        targets = [*y.values()]
-    elif isinstance(y, (tuple, list)) and len(y) != N:
-        targets = [*y]
-    if not all(target is None or isinstance(target, Tensor) for target in targets):
-        return ""
-    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0), device="cpu").tolist()[
-        :_COMPARED
-    ]
-
-    def rows(t: Tensor, examples: list[int]) -> Tensor:
-        t = t.detach()
-        if t.ndim == 0 or len(t) == 1:
-            return t.clone()
-        return t.unflatten(0, (N, -1))[examples].flatten(0, 1)
-
-    def value(examples: list[int]) -> float:
-        return float(loss.loss(rows(f, examples), mapped(rows, y, examples)))
-
-    modules = [*loss.loss.modules()] if isinstance(loss.loss, nn.Module) else []
-    try:
-        with GradMode(False), kept_random_state(), kept_modules(modules):
-            together = value(chosen)
-            again = value(chosen)
-            singles = [value([n]) for n in chosen]
-    except Exception:
-        return ""
-    sizes = [abs(number) for number in (together, *singles) if math.isfinite(number)]
-    room = _LOSS_ROUNDING[f.element_size()] * max(sizes, default=math.nan)
-    # Random losses differ from themselves, and infinite ones from everything.
-    repeatable = abs(together - again) <= room
-    by_reduction = {"mean": sum(singles) / len(singles), "sum": sum(singles)}
-    fitting = [kind for kind, number in by_reduction.items() if abs(together - number) <= room]
-    if loss.reduction in fitting or not repeatable:
-        return ""
-    advice = "Give all data in one batch, or a loss that averages what single examples have"
-    if fitting:
-        advice = f"It is their {fitting[0]}: say EmpiricalRisk(..., reduction={fitting[0]!r})"
-    return (
-        f"{loss.title} is not the {loss.reduction} of the losses of single examples: for "
-        f"{len(singles)} of them it is {together:.4g}, and their {loss.reduction} is "
-        f"{by_reduction[loss.reduction]:.4g}. So loss, gradient and curvature depend on how the "
-        f"data are split into batches. {advice}."
-    )
 
 
 # ------------------------------------------------------------------------------- what a batch gives

@@ -121,6 +121,57 @@ def test_a_loss_that_is_no_mean_over_examples(
     torch.testing.assert_close(risk.loss(), whole)
 
 
+def absolute(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).abs().mean()
+
+
+def first_column(f: Tensor, y: Tensor) -> Tensor:
+    """Of an output [N, 1] and a target [N]."""
+    return (f[:, 0] - y).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    "loss",
+    [absolute, lambda f, y: (f - y).square().sum(), nn.HuberLoss(), nn.L1Loss(reduction="sum")],
+    ids=["mean", "sum", "Huber", "L1"],
+)
+@pytest.mark.parametrize(("output", "target"), [((-1, 1), (-1,)), ((-1,), (-1, 1))], ids=str)
+def test_outputs_and_targets_are_not_broadcast(
+    loss: Any, output: tuple[int, ...], target: tuple[int, ...], batches: int
+) -> None:
+    """`f - y` has the differences of all pairs of examples."""
+    X, y = examples()
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0) if len(output) == 1 else nn.Identity())
+    targets = y[:, 0].reshape(target)
+    data = [(X, targets)] if batches == 1 else [(X[:7], targets[:7]), (X[7:], targets[7:])]
+    reduction = None if isinstance(loss, nn.Module) or loss is absolute else "sum"
+    risk = EmpiricalRisk(model.double(), loss, data, reduction=reduction)
+    for use in (risk.loss, risk.gradient, Hessian(risk).materialize, GGN(risk).materialize):
+        with pytest.raises(ValueError, match="Nothing is broadcast silently, so reshape one"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        first_column,
+        lambda f, y: root_of_mean_square(f[:, 0], y),
+        lambda f, y: (f.flatten() - y.flatten()).square().mean(),
+    ],
+    ids=["a column", "no mean", "flat"],
+)
+def test_what_reads_a_column_is_as_it_says(loss: Any) -> None:
+    X, y = examples()
+    model = nn.Linear(3, 1).double()
+    risk = EmpiricalRisk(model, loss, [(X, y[:, 0])])
+    expected = loss(model(X), y[:, 0])
+    torch.testing.assert_close(risk.loss(), expected.detach())
+    g = torch.autograd.grad(expected, [*model.parameters()])
+    torch.testing.assert_close([*risk.gradient().values()], [*g])
+
+
 def test_the_numbers_in_the_warning() -> None:
     """Of 3, 4 and 12 the root of the mean square is 7.506, their mean 6.333."""
     X, y = torch.zeros(3, 1).double(), torch.tensor([[3.0], [4.0], [12.0]]).double()
