@@ -89,7 +89,9 @@ class Hessian(RiskOperator):
             self._compare_losses()
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Totals]:
-        totals = self.risk.losses.terms(self.risk.run(batch, model), batch).totals
+        terms = self.risk.losses.terms(self.risk.run(batch, model), batch)
+        self.risk.losses.require_targets(terms)
+        totals = terms.totals
         return totals.losses, totals  # type: ignore[return-value]
 
     def _products(self, X: Tensor, reading: Reading) -> Tensor:

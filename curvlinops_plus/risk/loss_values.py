@@ -36,7 +36,7 @@ def no_mean(loss: OutputLoss, f: Tensor, y: Any, N: int) -> str:
 
     Cost: ten calls of the loss.
     """
-    values = _values(loss, f, y, N)
+    values = _values_of(loss, f, y, N)
     if values is None or loss.reduction in values.fitting:
         return ""
     advice = "Give all data in one batch, or a loss that averages what single examples have"
@@ -62,10 +62,10 @@ def require_no_broadcast(loss: OutputLoss, f: Tensor, y: Any, N: int) -> None:
     """
     if not isinstance(y, Tensor) or y.shape == f.shape or _without_ones(y) != _without_ones(f):
         return
-    values = _values(loss, f, y, N)
+    values = _values_of(loss, f, y, N)
     if values is None or loss.reduction in values.fitting:
         return
-    meant = _values(loss, f, y.reshape(f.shape), N)
+    meant = _values_of(loss, f, y.reshape(f.shape), N)
     if meant is not None and loss.reduction in meant.fitting:
         raise ValueError(
             f"The loss {loss.title} broadcasts an output of shape {list(f.shape)} and a target of "
@@ -96,7 +96,7 @@ class _Values:
     fitting: list[str]
 
 
-def _values(loss: OutputLoss, f: Tensor, y: Any, N: int) -> _Values | None:
+def _values_of(loss: OutputLoss, f: Tensor, y: Any, N: int) -> _Values | None:
     """The loss of a few examples; None if they can't be told, or it is random."""
     targets = [y]
     if isinstance(y, Mapping):

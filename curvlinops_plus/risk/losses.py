@@ -23,11 +23,12 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.likelihood import OfExamples
+from curvlinops_plus.likelihood.likelihood import OfExamples, any_is
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.loss_values import no_mean, require_no_broadcast
 
@@ -208,6 +209,31 @@ class Losses(list["OutputLoss"]):
             count = sum(counts[1:], counts[0])
         totals = Totals(N, terms, count, counts=counts, losses=sums)
         return Terms(outputs, targets, totals, batch.weight)
+
+    def require_targets(self, terms: Terms) -> None:
+        """Refuse targets that are missing: most Fisher matrices don't depend on them, and would
+        count these examples as any others.
+
+        Raises:
+            ValueError: If numbers in a target are NaN or infinite, or the value of a loss without a
+                likelihood is NaN.
+        """
+        for loss, Y, value in zip(self, terms.targets, terms.totals.losses, strict=True):
+            if loss.likelihood is None:
+                if isinstance(value, Tensor) and any_is(value.isnan(), loss.title):
+                    raise ValueError(
+                        f"The loss {loss.title} is NaN on a batch. Are targets missing? Leave "
+                        "these examples out, or in the function the missing numbers, before "
+                        "anything is computed from them."
+                    )
+            elif not isinstance(loss.likelihood, OfExamples):
+                numbers = [t for t in tree_leaves(Y) if t.is_floating_point()]
+                if any(any_is(~t.isfinite(), loss.title) for t in numbers):
+                    raise ValueError(
+                        f"{loss.title}: the target has NaN or infinite numbers. Leave out examples "
+                        "without a target; if single numbers are missing, write a function that "
+                        "adds up the losses of the others, and use GGN, Hessian or Empirical()."
+                    )
 
 
 def _form(tree: Any) -> str | None:

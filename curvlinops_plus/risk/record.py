@@ -238,6 +238,8 @@ class Recorder:
             detached = [f.detach() for f in heads]
             # Streams don't add the values up.
             terms = risk.losses.terms((detached, targets, class_axes), batch, values=self.own_pass)
+            if self.own_pass:
+                risk.losses.require_targets(terms)
         totals = terms.totals
         check_batch(risk, self, batch, heads)
         mask = None if risk.options.mask is None else _read_mask(risk, batch)
