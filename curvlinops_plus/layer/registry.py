@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
-from curvlinops_plus.layer.replay import differentiable_parameters
+from curvlinops_plus.layer.replay import differentiable_parameters, is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, LayerRule
 
 RULES: dict[type[nn.Module] | str, LayerRule] = {}

@@ -24,6 +24,7 @@ from curvlinops_plus import (
     Laplace,
     QuadraticPenalty,
     curvature,
+    merge,
 )
 from test.cases import close
 from test.helpers import normal
@@ -114,3 +115,53 @@ def test_gradients_are_of_the_original(name: str) -> None:
             g = torch.autograd.grad(log_p, [*model.parameters()])
             expected += log_p.exp().detach() * sum(t.square().sum() for t in g) / 5
     close(curvature(risk, DiagonalBlock).trace, expected)
+
+
+# --------------------------------------------------------- copies of what modules keep and computed
+class Keeps(nn.Module):
+    """It keeps what it computed last, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 3))
+        self.last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = [self.w.square()]
+        return x @ self.last[0].T
+
+
+COPIED: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(3, 4)),
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
+    "a list": Keeps,
+    "nothing": lambda: nn.Linear(3, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("name", COPIED)
+def test_networks_that_keep_what_they_computed_are_merged(name: str) -> None:
+    """Python's copy refuses tensors with a graph."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(COPIED[name](), nn.Linear(4, 2)).double().eval() for _ in range(2)]
+    if name == "spectral norm":  # buffers of both are to be the same
+        models[1].load_state_dict(models[0].state_dict())
+        with torch.no_grad():
+            models[1].get_parameter("1.weight").add_(1)
+    X, y = batch()
+    risks = [EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)]) for model in models]
+    curvatures = [curvature(risk, DiagonalBlock) for risk in risks]
+    for model in models:
+        model(X)
+    merged = merge(models, curvatures, damping=0.1)
+    thetas = [torch.cat([p.flatten() for p in model.parameters()]) for model in models]
+    d = [K.diagonal() for K in curvatures]
+    mean = (thetas[0] + thetas[1]) / 2
+    right = sum(k * (t - mean) for k, t in zip(d, thetas, strict=True))
+    expected = mean + right / (d[0] + d[1] + 0.1)
+    close(torch.cat([p.detach().flatten() for p in merged.parameters()]), expected.detach())
+    # Its outputs are those of a network that was given these parameters.
+    other = nn.Sequential(COPIED[name](), nn.Linear(4, 2)).double().eval()
+    other.load_state_dict(merged.state_dict())
+    close(merged(X), other(X))
