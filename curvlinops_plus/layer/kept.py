@@ -145,7 +145,7 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
     return keepers
 
 
-def copy_of(module: _Module, change: Callable[[Tensor], Tensor] = Tensor.clone) -> _Module:
+def module_copy(module: _Module, change: Callable[[Tensor], Tensor] = Tensor.clone) -> _Module:
     """A deep copy. What modules keep that was computed, such as the weight of the older weight
     normalization, is copied without its graph, which Python's own copy refuses.
 
