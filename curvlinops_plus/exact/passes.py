@@ -60,8 +60,9 @@ class Pass(NamedTuple):
 
 def read_losses(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Any, Totals]:
     """Run the model: its losses, and the totals that they are in."""
-    totals = risk.losses.terms(risk.run(batch, model), batch).totals
-    return totals.losses, totals
+    terms = risk.losses.terms(risk.run(batch, model), batch)
+    risk.losses.require_targets(terms)
+    return terms.totals.losses, terms.totals
 
 
 class Passes:

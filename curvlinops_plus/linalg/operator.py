@@ -380,7 +380,7 @@ class LinearOperator(ABC):
         if isinstance(addend, (int, float, complex, np.generic, np.ndarray, Tensor)):
             raise TypeError(
                 f"{type(addend).__name__} can't be added to {self.label}. Add c times the identity "
-                "by A.shift(c), a matrix M of entries by A + Dense(M)."
+                "by A.shift(c), a matrix M of entries by A + curvlinops_plus.linalg.Dense(M)."
             )
         if hasattr(addend, "shape") and hasattr(addend, "__matmul__"):
             from curvlinops_plus.linalg.arithmetic import Foreign
