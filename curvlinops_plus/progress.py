@@ -25,7 +25,9 @@ def shown(items: Iterable[T], desc: str, progressbar: bool = True) -> Iterable[T
 
 
 def known_length(items: Iterable[object]) -> int | None:
-    """How many there are; None if only reading them tells, as for a stream."""
+    """How many there are; None if only reading them tells, as for a stream: a `DataLoader` of one
+    has a `len` that raises.
+    """
     try:
         return len(items)  # type: ignore[arg-type]
     except (TypeError, AttributeError, NotImplementedError):

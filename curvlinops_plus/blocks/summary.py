@@ -48,8 +48,8 @@ class Summary(tuple[dict[str, Any], ...]):
         block   module  parameters    count  trace  largest  rank  condition
         weight  Linear  weight, bias      8      8        1     8          1
         all                               8      8        1     8
-        >>> K.summary()[0]["trace"]
-        8.0
+        >>> K.summary()[0]["rank"]
+        8
     """
 
     __slots__ = ()
