@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -104,6 +105,10 @@ def count_examples(
         carriers = [y]
     elif isinstance(X, Mapping):
         carriers = [t for t in X.values() if isinstance(t, Tensor) and t.ndim]
+    if isinstance(X, np.ndarray):
+        raise TypeError(
+            f"The input of batch {index} is a NumPy array; expected a tensor, torch.from_numpy(X)."
+        )
     sizes = {len(t) if t.ndim else -1 for t in carriers}
     if len(sizes) != 1 or -1 in sizes:
         raise ValueError(

@@ -537,14 +537,22 @@ class Checked:
 def _no_batch(item: Any, index: int) -> ValueError:
     """The error about an item of the data that is no batch."""
     came = type(item).__name__
+    advice = "Without targets, as of an autoencoder, a batch is (X, X)."
     if isinstance(item, (tuple, list)):
         came = f"{came} of length {len(item)}"
+        if len(item) != 1:
+            advice = (
+                "Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
+                "EmpiricalRisk(..., weight=lambda X, y, w: w); what else there is has to be left "
+                "out."
+            )
     elif isinstance(item, Mapping):
         came = f"mapping with keys {list(item)}"
+        advice = "Of other mappings take a pair, (batch['image'], batch['class'])."
     return ValueError(
         f"Batch {index} is a {came}; expected a pair (X, y) or a mapping with 'labels'. For one "
-        "batch, write data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); "
-        "weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
+        f"batch, write data=[(X, y)]. {advice} Make pairs in the "
+        "`collate_fn` of the loader, or a list of them, [(X, y) for X, y, *_ in loader]."
     )
 
 

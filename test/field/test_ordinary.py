@@ -485,3 +485,53 @@ def test_a_penalty_of_a_network_that_has_changed(
     assert not model[2].weight.grad[2:].any()
     with pytest.raises(ValueError, match=r"\['2.bias'\] are others, or missing"):
         penalty({**now, "2.bias": torch.zeros(7)})
+
+
+# ------------------------------------------------------------------------- batches that are no pairs
+def pairs(loader: Iterable[Any], form: str) -> list[tuple[Tensor, Tensor]]:
+    """What the message says to make."""
+    if form == "mapping":
+        return [(batch["image"], batch["class"]) for batch in loader]
+    if form == "inputs alone":
+        return [(X, X) for (X,) in loader]
+    return [(X, y) for X, y, *_ in loader]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (
+            "inputs alone",
+            r"a list of length 1; .* autoencoder, a batch is \(X, X\)\. Make pairs in",
+        ),
+        (
+            "numbers, too",
+            r"a list of length 3; .* what else there is has to be left out\. Make pairs",
+        ),
+        (
+            "mapping",
+            r"mapping with keys \['image', 'class'\]; .* \(batch\['image'\], batch\['class'\]\)",
+        ),
+    ],
+)
+def test_batches_that_are_no_pairs(form: str, words: str) -> None:
+    X, y = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    items: Any = {
+        "inputs alone": TensorDataset(X),
+        "numbers, too": TensorDataset(X, y, torch.arange(5)),
+        "mapping": [{"image": x, "class": t} for x, t in zip(X, y, strict=True)],
+    }[form]
+    loader = DataLoader(items, batch_size=2)
+    model = nn.Linear(3, 3, bias=False).double()
+    with pytest.raises(ValueError, match=words):
+        curvature(EmpiricalRisk(model, nn.MSELoss(), loader))
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), pairs(loader, form)), FullBlock)
+    # Of ½ |W x - t|², times 2 / 15.
+    expected = torch.kron(torch.eye(3).double(), X.T @ X) * 2 / 15
+    torch.testing.assert_close(K.to_dense(), expected)
+
+
+def test_arrays_are_told_from_tensors() -> None:
+    X, y = np.zeros((5, 3)), np.zeros((5, 3))
+    with pytest.raises(TypeError, match=r"a NumPy array; expected a tensor, torch\.from_numpy"):
+        curvature(EmpiricalRisk(nn.Linear(3, 3), nn.MSELoss(), [(X, y)]))
