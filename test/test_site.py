@@ -63,6 +63,7 @@ def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     pages = {path.name for path in DOCS.glob("*.md")} | {
         "gallery.md",
         "reference/index.md",
+        *(path.removesuffix(".ipynb") + ".md" for path in hooks.NOTEBOOKS),
         *hooks.TEXTS.values(),
     }
     pages |= {f"reference/{page}.md" for page in hooks.REFERENCE}
