@@ -138,7 +138,7 @@ def home_cards() -> str:
         for page, image, title, text in CARDS
     ]
     return (
-        '<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n\n"
+        '<div class="grid cards home" markdown>\n\n' + "\n".join(cards) + "\n</div>\n\n"
         "[All examples as scripts: the gallery](gallery.md)\n"
     )
 
@@ -335,14 +335,15 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "extending": (
         "Extending: approximations",
         "Approximations and vectors of your own. [Recipes](../extending.md)",
-        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors",
+        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors "
+        "linalg.Space linalg.Layout",
     ),
     "matrices": (
         "Extending: matrices",
         "Structured matrices that blocks are made of. [Recipes](../extending.md)",
         "linalg.Dense linalg.Diagonal linalg.Kronecker "
         "linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum linalg.Product linalg.Scaled "
-        "linalg.Structure linalg.Space linalg.Layout",
+        "linalg.Structure",
     ),
 }
 _OPERATOR = (
