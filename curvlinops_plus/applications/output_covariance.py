@@ -414,8 +414,8 @@ def _columns(
     with recorder.hooked():
         with recorder.recording(N):
             (f,), _, (axis,) = risk.run(batch)
-        recorder.begin(lambda layer_batch: parts.update(take(layer_batch)))
-        outputs = [output for call in recorder.calls for output in call.outputs]
+        back = recorder.backward_pass(lambda layer_batch: parts.update(take(layer_batch)))
+        outputs = [output for call in recorder.last.calls for output in call.outputs]
         number = sum(output.shape.numel() for output in outputs) // N
         if not f.requires_grad or _ROWS_PER_COLUMN * number >= f.numel() // N:
             return None
@@ -427,7 +427,7 @@ def _columns(
             return None
         if any(g is None for g in gradients):
             return None
-        recorder._show_all([*gradients], F[0].numel())
+        back.show([*gradients], F[0].numel())
     return parts
 
 

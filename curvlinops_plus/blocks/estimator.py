@@ -26,13 +26,14 @@ from curvlinops_plus.linalg.damping import check_damping
 from curvlinops_plus.linalg.fields import Fields
 from curvlinops_plus.options import flag, number
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.function_reads import begin_to_follow
 from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.parameters import Fingerprint, fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.record import Consumer, Recorder, follows_rows
+from curvlinops_plus.risk.record import Recorder, follows_rows
 from curvlinops_plus.risk.risk import takes_risk
 
 T = TypeVar("T")

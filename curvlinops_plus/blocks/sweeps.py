@@ -18,10 +18,11 @@ from curvlinops_plus.blocks.sums import Sums
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
-from curvlinops_plus.risk.record import Consumer, sweep
+from curvlinops_plus.risk.record import sweep
 
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs
 # time, on large ones eigendecompositions and memory count.

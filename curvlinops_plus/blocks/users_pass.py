@@ -16,10 +16,11 @@ from curvlinops_plus.contexts import Endings
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes, refuse_capture
-from curvlinops_plus.risk.record import Consumer, Recorder
+from curvlinops_plus.risk.record import Recorder
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
 # as it is called.

@@ -32,6 +32,7 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.options import flag, integer
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
+from curvlinops_plus.risk.backward_pass import in_range
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import rounding_of
@@ -248,7 +249,7 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
     with GradMode(K.vectors.backward), risk.placed(params), recorder.attached():
         with recorder.recording(N):
             outputs = [f for f in risk.run(few, risk.model)[0] if f.requires_grad]
-        recorder.begin(kept.add)
+        back = recorder.backward_pass(kept.add)
         if outputs:
             generator = torch.Generator().manual_seed(2)
             vectors = [
@@ -258,12 +259,12 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
             for v in tree_leaves(vectors):
                 v.view(N, -1)[number:] = 0
             # Two vectors at once, and one by itself.
-            recorder.send(outputs, vectors, _VECTORS, at_once=2)
+            back.send(outputs, vectors, _VECTORS, at_once=2)
             gradients = _gradients_of_examples(recorder, few, params, vectors, min(number, N))
         else:
-            recorder.show_inputs()
+            back.show_inputs()
         # The recorder forgets them at its end.
-        dtypes = [*recorder.dtypes, *[p.dtype for p in params.values()]]
+        dtypes = [*recorder.last.dtypes, *[p.dtype for p in params.values()]]
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         rounding = max(rounding_of(layer, recorder) for layer in layers)
     return _Record(kept.batches, gradients, epsilon, rounding)
@@ -288,7 +289,7 @@ def _gradients_of_examples(
             vector = [torch.zeros_like(v) for v in vectors[k]]
             for part, v in zip(vector, vectors[k], strict=True):
                 part.view(N, -1)[n] = v.view(N, -1)[n]
-            sent, power = recorder.in_range(vector, outputs)
+            sent, power = in_range(vector, outputs, recorder.last.dtypes)
             arrived = gradients_of(outputs, [*params.values()], sent, True)
             for stored, g in zip(gradients.values(), arrived, strict=True):
                 if g is not None:

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk.backward_pass import in_range
 from curvlinops_plus.risk.batches import Batch, gradients_of, on_device, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
@@ -89,7 +90,7 @@ def check_batch(
     """
     checked = risk.checked
     checked.batches += 1
-    kind = recorder.reads, frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
+    kind = recorder.reads, frozenset(recorder.last.kinds), batch.num_examples > 1, recorder.backward
     is_known = kind in checked.kinds and checked.batches not in _REGULARLY
     # Of experts, other ones run in every batch: each of them is compared once.
     is_known = is_known and recorder.visited <= checked.compared
@@ -201,7 +202,7 @@ class _BatchCheck:
 
     def _visitors(self) -> Iterator[int]:
         """An example for each expert that was not compared yet."""
-        for call in self.recorder.calls:
+        for call in self.recorder.last.calls:
             layer = self.recorder.layers[call.layer]
             if call.routed is not None and layer.name not in self.risk.checked.compared:
                 yield from call.routed.examples[:1].tolist()
@@ -256,7 +257,7 @@ class _BatchCheck:
             return
         if few is self.batch:
             raise _random(self.risk, difference)
-        refusal = small.refusal_of_one_row("the model does more with it than broadcast it")
+        refusal = small.last.refusal_of_one_row("the model does more with it than broadcast it")
         if refusal is not None:
             raise refusal
         with GradMode(False), small.disabled:
@@ -281,7 +282,7 @@ class _BatchCheck:
             f = torch.cat([t.flatten() for t in outputs])
             F = torch.cat([t.flatten() for t in expected])
             difference = relative_difference(f, F)
-        dtypes = self.recorder.dtypes.union([F.dtype for F in expected])
+        dtypes = self.recorder.last.dtypes.union([F.dtype for F in expected])
         coarsest = min([dtype.itemsize for dtype in dtypes])
         return difference if difference > TOLERANCE[coarsest] else 0.0
 
@@ -291,17 +292,17 @@ class _BatchCheck:
         A table of T rows looks like a row for each example in a batch of T examples, and in no
         other.
         """
-        if small.num_examples == self.batch.num_examples:
+        if small.last.num_examples == self.batch.num_examples:
             return
         for layer in small.layers:
             for use in layer.uses:
-                kinds = {kind for kind in self.recorder.kinds if kind[0] == use.name}
-                few_kinds = {kind for kind in small.kinds if kind[0] == use.name}
+                kinds = {kind for kind in self.recorder.last.kinds if kind[0] == use.name}
+                few_kinds = {kind for kind in small.last.kinds if kind[0] == use.name}
                 if kinds and not few_kinds <= kinds:
                     raise OutsideReads(
-                        f"{layer.title} ({type(use.owner).__name__}) has the examples on other "
-                        f"axes of its inputs in a batch of {small.num_examples} examples than in "
-                        f"one of {self.batch.num_examples}: a table has as many rows as there are "
+                        f"{use.title} has the examples on other axes of its inputs in a batch of "
+                        f"{small.last.num_examples} examples than in one of "
+                        f"{self.batch.num_examples}: a table has as many rows as there are "
                         "examples. Give it an axis of size 1 in front, make it a buffer of the "
                         f"layer, or leave the parameters {list(layer.params)} out of `params`.",
                         layer.params,
@@ -326,13 +327,13 @@ class _BatchCheck:
             dtype = torch.promote_types(f.dtype, torch.float32)
             normal = torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu")
             vectors.append(on_device(normal, f.device))
-        self.factors = on_device(_factors(small.num_examples), self.risk.device)
+        self.factors = on_device(_factors(small.last.num_examples), self.risk.device)
         ours: dict[str, Tensor] = {}
-        small.begin(partial(self._add_by_rule, ours))
-        small.send(live, [vectors], keep_graph=True)
+        back = small.backward_pass(partial(self._add_by_rule, ours))
+        back.send(live, [vectors], keep_graph=True)
         # By plain autograd, what is sent back from each example is multiplied by its factor.
         theirs: dict[str, Tensor] = {}
-        sent, power = small.in_range([self._scaled(v) for v in vectors], live)
+        sent, power = in_range([self._scaled(v) for v in vectors], live, small.last.dtypes)
         gradients = gradients_of(live, list(params.values()), sent, False)
         for (key, p), g in zip(params.items(), gradients):
             if g is None:
@@ -393,6 +394,7 @@ class _BatchCheck:
                 ours[key] = ours[key].reshape(p.shape) if key in ours else torch.zeros_like(p)
         layer_norms, norm_sent = _norms(layers, ours, theirs, vectors)
         largest = max([norms.size for norms in layer_norms if norms.size < math.inf], default=0.0)
+        called = {small.layers[index] for index in small.last.by_layer}
         all_above = True
         wrong = []
         for norms in layer_norms:
@@ -409,7 +411,7 @@ class _BatchCheck:
             if size > floor:
                 self.risk.checked.compared.add(layer.name)
             # A few examples may not reach every expert.
-            is_asked = not self.recorder.gathers or small.layers.index(layer) in small.by_layer
+            is_asked = not self.recorder.gathers or layer in called
             all_above = all_above and not (is_asked and size <= floor)
         if wrong:
             raise self._disagreement(small, wrong, ours)
@@ -430,18 +432,18 @@ class _BatchCheck:
         layer = wrong[0].layer
         norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
         causes = "The layer was not called, so something else reads the parameters."
-        if small.layers.index(layer) in small.by_layer:
+        if small.layers.index(layer) in small.last.by_layer:
             causes = _CAUSES
         owner = "EmpiricalRisk" if self.recorder.repeatable else "KFACOptimizer"
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
         return OutsideReads(
-            f"{layer.title} ({layer.type_name}): gradients of "
-            f"{list(layer.params)} for {small.num_examples} of {self.batch.num_examples} examples "
-            f"have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and "
-            f"differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or "
-            f"restructure that part of the model. {owner}(..., check=False) continues without this "
-            "check; results may be wrong.",
+            f"{layer.title} ({layer.type_name}): gradients of {list(layer.params)} for "
+            f"{small.last.num_examples} of {self.batch.num_examples} examples have norm "
+            f"{norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and differ by "
+            f"{wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or restructure "
+            f"that part of the model. {owner}(..., check=False) continues without this check; "
+            "results may be wrong.",
             [key for norms in wrong for key in norms.layer.params],
         )
 
@@ -489,7 +491,7 @@ def _factors(number: int) -> Tensor:
 
 def rounding_of(layer: Layer, recorder: Recorder) -> float:
     """What passes as rounding for a layer's gradients."""
-    dtypes = recorder.dtypes.union([p.dtype for p in layer.params.values()])
+    dtypes = recorder.last.dtypes.union([p.dtype for p in layer.params.values()])
     coarsest = min([dtype.itemsize for dtype in dtypes])
     return with_short_products(_ROUNDING[coarsest], coarsest, layer.device)
 

@@ -1,65 +1,41 @@
 """A recorded pass: what layers read in a forward pass, and the gradients at what they returned.
 
-Forward hooks keep a layer's detached input and the gradient edge of its output. Then vectors go
-back: autograd is asked for the gradients at all these edges at once (large ones arrive one by one),
-and not for those of parameters. Each layer's calls, with their gradients, are shown to a consumer
-as a `LayerBatch`.
-
-Two details without which results would be silently wrong:
-
-* `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's
-  history, and the edge noted before is lost. Such outputs, and those of frozen layers that depend
-  on nothing differentiable, are replaced by an alias that autograd does not treat as a view.
-  Nothing is copied, values are bit-identical.
-* Hooks stay until the backward pass is over: activation checkpointing runs layers once more then,
-  and must see the same graph.
+Forward hooks show a `RecordedPass` what layers read and returned; a mode shows it the functions
+that read parameters outside of modules. Then a `BackwardPass` sends vectors back. Hooks
+stay until that is over: activation checkpointing runs layers once more in it.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
 from curvlinops_plus.layer.experts import rows_up_to
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
-from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
-from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
-from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
+from curvlinops_plus.risk.backward_pass import BackwardPass, Consumer, vectors_to_send
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import check_batch
-from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews, function_of
-from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
-from curvlinops_plus.risk.losses import Terms, Totals
-from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
+from curvlinops_plus.risk.losses import Totals
+from curvlinops_plus.risk.preserve import Uncopied, this_thread
+from curvlinops_plus.risk.recorded_pass import LayerRead, RecordedPass
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
-from curvlinops_plus.risk.stack_batch import batch_of
+from curvlinops_plus.risk.routes import GatheredRows
 from curvlinops_plus.risk.tables import BroadcastUses, TableCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
-
-Consumer = Callable[[LayerBatch], None]
-# Gradients of more numbers than these are shown to layers as they are computed, to save memory.
-_MANY_NUMBERS = 2**22
-# Larger gradients of vectors, if their numbers take four bytes each, are computed one after the
-# other on a CPU.
-_VECTOR_BYTES = 2**16
 
 
 def sweep(
@@ -71,7 +47,7 @@ def sweep(
     weights: LossWeights | None = None,
     repeatable: bool = True,
 ) -> Totals:
-    """LayerRead the data once and pass the batches of every layer to `consume`.
+    """Read the data once and pass the batches of every layer to `consume`.
 
     Args:
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
@@ -101,19 +77,6 @@ def sweep(
     return totals
 
 
-class LayerRead(NamedTuple):
-    """What a call is to one layer: the index of the layer, the use, and its rule.
-
-    Attributes:
-        matrices: Of a stack: the number of the matrix that all rows meet, or that of each row.
-    """
-
-    layer: int
-    use: ModuleUse
-    rule: Any
-    matrices: int | Tensor | None = None
-
-
 class ModuleHooks(NamedTuple):
     """Hooks of a module: before it runs, if it reads what functions read elsewhere, and after."""
 
@@ -138,7 +101,7 @@ class Recorder:
     """Forward passes of a risk's model under hooks on its layers, and vectors that go back.
 
     In `hooked()`, or in the context of the recorder itself, which leaves the modes of PyTorch
-    alone, the model runs under `recording`; after `begin`, `send` sends vectors back. `observe`
+    alone, the model runs under `recording`; then vectors go through a `backward_pass`. `observe`
     does all of it for one batch. Nothing is left on the modules when the context ends, also after
     an exception.
 
@@ -153,13 +116,7 @@ class Recorder:
         ignored: Layers whose calls are not recorded.
 
     Attributes:
-        calls: What was recorded in the last forward pass.
-        num_examples: N of that batch.
-        kinds: What was called in it: names, whether one row was returned for all examples, axes of
-            the inputs.
-        dtypes: Those of what the calls returned.
-        numbers: How many numbers they returned.
-        reached: Indices of the layers that a gradient has reached.
+        last: What was recorded in the last forward pass.
         reads: What the layers' uses read.
         disabled: Context in which modules that run are not recorded, and their outputs not
             replaced.
@@ -190,10 +147,8 @@ class Recorder:
         self.backward = vectors.backward
         self.example_axis = risk.options.example_axis or {}
         self.disabled = Depth()
-        self.calls: list[RecordedCall] = []
         self.is_open = False
         self._handles: list[Any] = []
-        self._recording = False
         self._thread = this_thread()
         self.gathers = follows_rows(risk)
 
@@ -230,7 +185,8 @@ class Recorder:
         self._broadcast = BroadcastUses(
             risk.model, broadcast, params, self._views.key, self._inside, self.backward
         )
-        self._reset(0)
+        self.doubt: Exception | None = None
+        self.last = self._new_pass(0)
         self._hooks = [
             self._hooks_of(LayerRead(index, use, use.rule))
             for index, use in self._uses
@@ -240,7 +196,7 @@ class Recorder:
     @property
     def visited(self) -> set[str]:
         """Names of the layers that have seen rows which were gathered."""
-        return {self.layers[call.layer].name for call in self.calls if call.routed is not None}
+        return {self.layers[call.layer].name for call in self.last.calls if call.routed is not None}
 
     def beside(self, params: Mapping[str, Tensor]) -> Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
@@ -285,8 +241,8 @@ class Recorder:
         totals = terms.totals
         check_batch(risk, self, batch, heads)
         mask = None if risk.options.mask is None else _read_mask(risk, batch)
-        self.begin(consume, mask, batch.weight)
-        totals.called = {*self.by_layer}
+        back = self.backward_pass(consume, mask, batch.weight)
+        totals.called = {*self.last.by_layer}
         if self.backward:
             numbers = risk.processes.numbers(draws.before + batch.first, batch.num_examples)
             draws.of_examples(numbers, risk.device)
@@ -295,12 +251,20 @@ class Recorder:
             for group in groups:
                 keep = keep_graph or group is not groups[-1]
                 read = [heads[k] for k in group.outputs]
-                at_once = vectors_at_once(self, group.number)
-                self.send(read, group.vectors, group.number, at_once, keep)
+                back.send(read, group.vectors, group.number, back.at_once(group.number), keep)
         else:
-            self.show_inputs()
-        totals.reached = self.reached
+            back.show_inputs()
+        totals.reached = back.reached
         return totals
+
+    def backward_pass(
+        self, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> BackwardPass:
+        """What sends vectors through the last pass; arguments as for `BackwardPass`."""
+        watched = partial(entered, self._mode) if self._sees_functions else nullcontext
+        return BackwardPass(
+            self.last, self.layers, self.risk.device, self.disabled, watched, consume, mask, weight
+        )
 
     # ------------------------------------------------------------------------------------- contexts
     @contextmanager
@@ -346,7 +310,7 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self.is_open = False
-        self._reset(0)
+        self._forget()
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
@@ -359,15 +323,16 @@ class Recorder:
             except OutsideReads:
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-                if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
+                refusal = self.last.refusal_of_one_row(f"which does not go on from there: {error}")
+                if refusal is not None:
                     raise refusal from error
                 raise
 
     def start(self, num_examples: int) -> None:
         """Begin to record a forward pass; the batch before is forgotten."""
-        self._reset(num_examples)
+        self._forget()
+        self.last = self._new_pass(num_examples)
         self.disabled.depth = 0  # an interrupt may have left it
-        self._recording = True
         self._thread = this_thread()
         self._broadcast.begin()
         if self._sees_functions:
@@ -376,33 +341,26 @@ class Recorder:
     def stop(self) -> None:
         """The forward pass is over."""
         self._mode_of_call.close()
-        self._recording = False
+        self.last.is_over = True
         self._inside.clear()
 
-    def _watched(self) -> AbstractContextManager[Any]:
-        """Context of a backward pass, in which checkpointing may call functions once more."""
-        return entered(self._mode) if self._sees_functions else self._mode
+    def _new_pass(self, num_examples: int) -> RecordedPass:
+        rows = GatheredRows(num_examples) if self.gathers and num_examples else None
+        return RecordedPass(num_examples, self.backward, self.own_pass, rows)
 
-    def _reset(self, num_examples: int) -> None:
-        for call in self.calls:  # which may be kept for another sweep, but not their graph
-            for output in call.outputs:
-                output.edge = None
-        self.num_examples = num_examples
-        self.doubt: Exception | None = None
-        self.calls = []
-        self.by_layer: dict[int, list[RecordedCall]] = {}
-        self.kinds: set[Any] = set()
-        self.dtypes: set[torch.dtype] = set()
-        self.numbers = 0
+    def _forget(self) -> None:
+        """The last pass is over, and forgotten."""
+        self.last.forget_graph()
+        self.last = self._new_pass(0)
+        self.doubt = None
         self._broadcast.forget()
-        self._rows = GatheredRows(num_examples) if self.gathers and num_examples else None
 
     # ---------------------------------------------------------------------------------------- hooks
     def _listens(self) -> bool:
         """Whether calls of now are those of the recorded pass: in its thread, or in a backward
         pass, where checkpointing calls modules once more. Between passes data may call the model.
         """
-        own = self._recording and this_thread() == self._thread
+        own = not self.last.is_over and this_thread() == self._thread
         return own or torch._C._current_graph_task_id() != -1
 
     def _enter(
@@ -434,7 +392,7 @@ class Recorder:
             return None
         try:
             axis = self.example_axis.get(read.use.name, 0)
-            return self._record([read], (args, kwargs), output, axis)
+            return self.last.note([read], (args, kwargs), output, axis)
         except Exception as error:
             self._failed(read.use, error)
 
@@ -482,11 +440,11 @@ class Recorder:
         given.
         """
         if self._broadcast.keys:
-            call = self._broadcast.call(function, args, kwargs, self.num_examples, axis)
+            call = self._broadcast.call(function, args, kwargs, self.last.num_examples, axis)
         else:
             call = TableCall(function(*args, **kwargs))
-        if self._rows is not None:
-            self._rows.follow(function, args, kwargs, call.output)
+        if self.last.rows is not None:
+            self.last.rows.follow(function, args, kwargs, call.output)
         self._views.select(function, args, call.output)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
@@ -497,14 +455,14 @@ class Recorder:
     ) -> Any:
         """Record a function call; what the model goes on with."""
         try:
-            replaced = self._record(reads, (inputs, {}), output, *axes)
+            replaced = self.last.note(reads, (inputs, {}), output, *axes)
         except Exception as error:
             self._failed(reads[0].use, error)
             return output
         if replaced is None:
             return output
-        if self._rows is not None:
-            self._rows.same(replaced, output)
+        if self.last.rows is not None:
+            self.last.rows.same(replaced, output)
         return replaced
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
@@ -515,7 +473,7 @@ class Recorder:
         if isinstance(error, (UnsupportedError, ValueError)):
             raise error
         # Inside of `vmap`, or with sparse tensors: what is around it may be run for each example.
-        message = f"{_of(use)} can't be recorded: {error}"
+        message = f"{use.title} can't be recorded: {error}"
         raise OutsideReads(message, use.keys.values()) from error
 
     def _reads_of(self, product: AffineCall) -> list[LayerRead]:
@@ -559,384 +517,6 @@ class Recorder:
             return None
         return view
 
-    # -------------------------------------------------------------------------------- what is noted
-    def _record(
-        self,
-        reads: Sequence[LayerRead],
-        inputs: Any,
-        output: Any,
-        axis: int,
-        fold: int | None = None,
-    ) -> Any:
-        """Record a call for one layer, or for several that read different parameters in it.
-
-        Args:
-            inputs: Its arguments and keywords.
-            axis: The axis of inputs and outputs that carries the examples.
-            fold: Number of examples if the axis carries positions and, inside them, examples.
-
-        Returns:
-            What the model goes on with instead of the output; None for the output itself.
-        """
-        _, use, rule, _ = reads[0]
-        if self.backward and not torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{title(use.name)} ran under torch.no_grad(). If this is activation "
-                "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`."
-            )
-        is_affine = isinstance(rule, AffineRule)
-        leaves, structure = [output], None
-        packed = False
-        if not isinstance(output, Tensor):
-            leaves, structure = tree_flatten(output)
-            args, kwargs = inputs
-            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
-        routed = None
-        may_be = self._rows is not None or isinstance(reads[0].matrices, Tensor)
-        if may_be and is_affine and fold is None:
-            routed = self._routed(reads[0], inputs)
-        places = []
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                places.append(k)
-        several = len(places) > 1
-        if not places or packed or (several and is_affine):
-            kind = getattr(output, "dtype", None) or type(output).__name__
-            raise self._not_by_example(use, f"returned a {kind}")
-        axes = [axis]
-        if fold is None:
-            axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
-        expanded = False
-        outputs = []
-        rows = 0  # the examples, or a multiple of them
-        for k, on in zip(places, axes, strict=True):
-            t = leaves[k]
-            # What a function has written into, the model goes on with, whatever is returned.
-            is_input = use.function is not None and any(t is x for x in inputs[0])
-            if self.backward and not (is_input and t.requires_grad):
-                t = _with_edge(t, is_affine or use.function is not None, several)
-            size = fold or (t.shape[on] if t.ndim > on else 0)
-            # One row for all examples, as of position embeddings.
-            if size == 1 < self.num_examples and fold is None and routed is None:
-                t = self._row_per_example(use, t, on)
-                size = self.num_examples
-                expanded = True
-            leaves[k] = t
-            if not self._recording:
-                continue
-            by_example = size and not size % self.num_examples and rows in (0, size)
-            if routed is not None:
-                by_example = t.shape[: routed.axes].numel() == len(routed.order)
-            # On another axis than the first there may be no positions beside the examples.
-            if not by_example or (on and size != self.num_examples and not use.function):
-                raise self._not_by_example(use, f"returned {list(t.shape)}")
-            rows = size
-            edge = get_gradient_edge(t) if self.backward else None
-            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge, routed))
-            self.dtypes.add(t.dtype)
-            self.numbers += t.numel()
-        if self._recording:
-            for read in reads:
-                if routed is None:
-                    call = self._call(read, inputs, outputs, axis, rows, expanded)
-                else:
-                    call = self._routed_call(read, inputs, outputs, routed)
-                call.single = structure is None
-                self.calls.append(call)
-        if not (self.backward or expanded):
-            return None
-        return leaves[0] if structure is None else tree_unflatten(leaves, structure)
-
-    def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
-        """To which examples the rows of an input belong that was gathered, or of which each meets a
-        matrix of its own; None of others.
-        """
-        x = read.rule.input_of(read.use.module, *inputs)
-        places = None if self._rows is None else self._rows.places(x)
-        if not isinstance(read.matrices, Tensor):
-            return None if places is None else RoutedRows.of(places, self.num_examples)
-        axes = read.matrices.ndim
-        if places is None:
-            # The rows of all examples, once or for each matrix.
-            rows = x.shape[axes - 1]
-            if rows % self.num_examples:
-                raise self._not_by_example(read.use, f"got {list(x.shape)}")
-            index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
-            places = Origins(index.flatten(), rows)
-        return replace(RoutedRows.of(places, self.num_examples), axes=axes)
-
-    def _routed_call(
-        self, read: LayerRead, inputs: Any, outputs: Sequence[Output], routed: RoutedRows
-    ) -> RecordedCall:
-        """A call with gathered rows, sorted by examples.
-
-        Which layers see some differs from batch to batch, so they are of no `kinds`.
-        """
-        index, use, rule, matrices = read
-        x = rule.input_of(use.module, *inputs).detach()
-        if isinstance(matrices, Tensor):
-            matrices = routed.sorted(matrices)
-        call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
-        call.routed = routed
-        call.matrices = matrices
-        return call
-
-    def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
-        """The row expanded to one for each example, so that each has a gradient of its own."""
-        N = self.num_examples
-        if not self.own_pass:
-            raise _refusal_of_one_row(use, N, "this is not done in passes of others")
-        return t.expand(*t.shape[:axis], N, *t.shape[axis + 1 :])
-
-    def _call(
-        self,
-        read: LayerRead,
-        inputs: Any,
-        outputs: Sequence[Output],
-        axis: int,
-        rows: int,
-        expanded: bool,
-    ) -> RecordedCall:
-        """A call with its inputs, the examples first.
-
-        Raises:
-            OutsideReads: If the axes taken for the examples' don't carry them; the module around
-                may tell them apart.
-        """
-        index, use, rule, matrices = read
-        fold = outputs[0].fold
-        if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
-            read_tensor = rule.input_of(use.module, *inputs).detach()
-            x = read_tensor
-            if axis or expanded or fold is not None:
-                x, _ = self._examples_first(use, x, axis, fold, expanded)
-            if x.shape[0] != rows:
-                shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
-                raise self._not_by_example(use, shapes)
-            call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
-            call.matrices = matrices
-            call.note_versions([read_tensor])
-            self.kinds.add((use.name, expanded, ()))
-            return call
-        leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[k].detach() for k in places]
-        axes = rule.axes(use.module, axis, tensors, True)
-        in_axes: list[int | None] = []
-        for k, t, on in zip(places, tensors, axes, strict=True):
-            leaves[k], moved_from = self._examples_first(use, t, on, fold, expanded)
-            by_example = moved_from or (t.ndim > 0 and len(leaves[k]) == rows)
-            in_axes.append(moved_from if by_example else None)
-        args, kwargs = tree_unflatten(leaves, structure)
-        call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
-        call.note_versions(tensors)
-        kind = (*in_axes, outputs[0].axis, len(outputs[0].shape))
-        self.kinds.add((use.name, expanded, kind))
-        return call
-
-    def _examples_first(
-        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, expanded: bool
-    ) -> tuple[Tensor, int]:
-        """An input with the examples on the first axis, and the axis that they were moved from."""
-        N = self.num_examples
-        if fold is not None:
-            t = t.unflatten(0, (-1, fold))
-        moves = axis != 0 and t.ndim > axis
-        moves = moves and (use.function is not None or t.shape[axis] in (1, N))
-        if moves:
-            t = t.movedim(axis, 0)
-        if expanded and t.ndim and len(t) == 1:
-            t = t.expand(N, *t.shape[1:])
-        return t, axis if moves else 0
-
-    def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
-        """The error about rows of a layer that don't belong to examples."""
-        return OutsideReads(
-            f"{_of(use)} {fact} in a batch of {self.num_examples} examples: expected "
-            "floating-point numbers, whose first axis carries the examples, or a multiple of "
-            f"them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
-            "A table for all examples, as of positions, needs an axis of size 1 for them, as "
-            f"embedding(places[None]). Or leave its parameters {list(use.keys.values())} out of "
-            "`params`.",
-            use.keys.values(),
-        )
-
-    def refusal_of_one_row(self, why: str) -> OutsideReads | None:
-        """What to raise if this could come from one row for all examples, which was expanded; None
-        if none was.
-        """
-        expanded = [call.use for call in self.calls if call.expanded]
-        return _refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
-
-    # ------------------------------------------------------------------------- sending vectors back
-    def begin(
-        self, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None
-    ) -> None:
-        """Vectors will be sent through what was recorded.
-
-        Args:
-            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
-            mask: Positions that count, [N, T] bool; None for all.
-            weight: Weights of the examples [N]; None for ones.
-
-        Raises:
-            UnsupportedError: If the input of a layer was written to since it was read.
-        """
-        self._consume = consume
-        self._mask = mask
-        self._weight = weight
-        self._is_first = True
-        self.reached: set[int] = set()
-        self.by_layer = {}
-        num_edges = 0
-        for call in self.calls:
-            if call.routed is not None and not len(call.routed.order):
-                self.reached.add(call.layer)  # as far as there are rows
-            call.first_edge = num_edges
-            num_edges += len(call.outputs)
-            self.by_layer.setdefault(call.layer, []).append(call)
-            for t, version in call.versions:
-                if t._version != version:
-                    raise UnsupportedError(
-                        f"the input of {title(call.use.name)} was modified in place after the "
-                        "layer read it, so its curvature can't be computed from it. Replace the "
-                        "in-place operation (for instance `x += y` by `x = x + y`)."
-                    )
-
-    def show_inputs(self) -> None:
-        """Show batches with the layers' inputs alone; there are no gradients."""
-        self.reached |= self.by_layer.keys()
-        self._show_all([], 0)
-
-    def send(
-        self,
-        outputs: Sequence[Tensor],
-        vectors: Iterable[Sequence[Tensor]],
-        number: int = 1,
-        at_once: int = 1,
-        keep_graph: bool = False,
-    ) -> None:
-        """Send vectors back, and show each layer what arrives.
-
-        Args:
-            outputs: Of the recorded pass, with its graph.
-            vectors: Each has a part for every output.
-            number: Of vectors.
-            at_once: How many to send in one vectorised pass: fast for small batches and on GPUs,
-                memory times this number. Where an operation can't be vectorised, and with 1, they
-                go one after the other.
-            keep_graph: Keep the graph: somebody goes back through it afterwards.
-        """
-        edges = [output.edge for call in self.calls for output in call.outputs]
-        sent = 0
-        remaining = iter(vectors)
-        while chunk := list(islice(remaining, at_once)):
-            if len(chunk) > 1:
-                stacks = [torch.stack(parts) for parts in zip(*chunk, strict=True)]
-                stacks, power = self.in_range(stacks, outputs)
-                gradients = _vectorised_gradients(outputs, edges, stacks, self._watched())
-                if gradients is not None:
-                    sent += len(chunk)
-                    self._show_all(gradients, len(chunk), power)
-                    continue
-            for vector in chunk:
-                sent += 1
-                keep = keep_graph or sent < number
-                parts, power = self.in_range(vector, outputs)
-                if self.numbers > _MANY_NUMBERS:
-                    self._stream(outputs, edges, parts, keep, power)
-                    continue
-                gradients = []
-                if edges:
-                    with self._watched():
-                        gradients = [*gradients_of(outputs, edges, parts, keep)]
-                self._show_all(gradients, 1, power)
-
-    def in_range(
-        self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
-        """Vectors from outputs on, and a power of two that they are multiplied by.
-
-        It is 1 but for float16, where it leaves room on both sides.
-        """
-        if torch.float16 not in self.dtypes.union([f.dtype for f in outputs]):
-            return vectors, 1.0
-        largest = max(float(v.detach().abs().amax()) for v in vectors)
-        power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-        return [(v * power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)], power
-
-    def _show_all(
-        self, gradients: list[Tensor | None], num_vectors: int, power: float = 1.0
-    ) -> None:
-        """Show each layer its batch; arguments as for `_show`."""
-        with self.disabled, plain_mode(self.risk.device.type):
-            for index in self.by_layer:
-                self._show(index, gradients, num_vectors, power)
-        self._is_first = False
-
-    def _show(
-        self, index: int, gradients: list[Tensor | None], num_vectors: int, power: float
-    ) -> None:
-        """Pass a layer's batch to the consumer, which may run modules again: `disabled`, and in
-        plain mode.
-
-        Args:
-            gradients: At the edges of all calls, times `power`; None for zero. Those of the layer
-                are given up.
-        """
-        layer = self.layers[index]
-        calls = self.by_layer[index]
-        for call in calls if num_vectors else ():
-            grads = []
-            for k, output in enumerate(call.outputs, call.first_edge):
-                g = gradients[k]
-                gradients[k] = None
-                if g is not None:
-                    self.reached.add(index)
-                grads.append(output.gradient(g, num_vectors))
-            if power != 1:
-                grads = [g.float() / power for g in grads]
-            call.grads = grads[0] if call.single else grads
-        group = layer.groups[0] if len(layer.groups) == 1 else None
-        batch = batch_of(
-            layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
-        )
-        self._consume(batch)
-        for call in calls:
-            call.grads = None
-
-    def _stream(
-        self,
-        outputs: Sequence[Tensor],
-        edges: Sequence[Any],
-        vector: Sequence[Tensor],
-        keep_graph: bool,
-        power: float,
-    ) -> None:
-        """Send one vector back, and show each layer as soon as its gradients are there: all of them
-        at once would take as much memory as all that the layers have read.
-        """
-        gradients: list[Tensor | None] = [None] * len(edges)
-        layer_of_edge = [call.layer for call in self.calls for _ in call.outputs]
-        missing = Counter(layer_of_edge)
-
-        def arrive(k: int, g: Tensor | None) -> None:
-            gradients[k] = g
-            index = layer_of_edge[k]
-            missing[index] -= 1
-            if not missing[index]:
-                with self.disabled, plain_mode(self.risk.device.type):
-                    self._show(index, gradients, 1, power)
-
-        with self._watched():
-            stream_gradients(outputs, edges, vector, keep_graph, arrive)
-        with self.disabled, plain_mode(self.risk.device.type):
-            for index, number in missing.items():
-                if number:  # some call, or all of them, does not reach the output
-                    self._show(index, gradients, 1, power)
-        self._is_first = False
-
 
 def follows_rows(risk: EmpiricalRisk) -> bool:
     """Whether passes follow rows that are gathered."""
@@ -957,135 +537,6 @@ def _matrices_met(product: AffineCall, number: int) -> Tensor:  # [M] or [m, M]
     if product.ends is not None:
         return rows_up_to(product.ends, rows[0])
     return torch.arange(number, device=product.input.device)[:, None].expand(rows)
-
-
-def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:
-    """An output with a gradient edge of its own, which in-place operations behind it keep.
-
-    Args:
-        affine: Whether a layer with an affine rule returned it, or a function that is known: they
-            don't save it for backward.
-        several: Whether it is one of several outputs. One may be computed from another inside the
-            module, and what arrives at it must have come from outside.
-    """
-    is_kept = t.requires_grad and not several and not t._is_view()
-    if is_kept:
-        return t
-    if not t.requires_grad:
-        t = t.detach().requires_grad_()
-    # A module of unknown code may have saved its output, and an alias has a version counter of its
-    # own.
-    return torch.ops.aten._unsafe_view(t, t.shape) if affine else t.clone()
-
-
-def _vectorised_gradients(
-    outputs: Sequence[Tensor], edges: Sequence[Any], stacks: Sequence[Tensor], mode: Any
-) -> list[Tensor | None] | None:
-    """Gradients at edges for several vectors [V, *output] in one pass; None where an operation
-    can't be vectorised. The graph stays.
-    """
-    if not edges:
-        return []
-    try:
-        with mode, quiet():
-            gradients = torch.autograd.grad(
-                outputs,
-                edges,
-                stacks,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-    # Custom functions without a vmap rule, and more; what else is wrong is raised again.
-    except RuntimeError:
-        return None
-    return [*gradients]
-
-
-def _of(use: ModuleUse) -> str:
-    return f"{title(use.name)} ({type(use.owner).__name__})"
-
-
-def _refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideReads:
-    return OutsideReads(
-        f"{_of(use)} returned one row for all {num_examples} examples, which was expanded to one "
-        f"row for each, so that each has a gradient of its own; {why}. If the layer makes weights "
-        "or a table for all examples, leave its "
-        f"parameters {list(use.keys.values())} out of `params`; if a row, expand it to the batch "
-        "in the model.",
-        use.keys.values(),
-    )
-
-
-# -------------------------------------------------------------------------------- what is sent back
-class VectorsToSend(NamedTuple):
-    """Vectors that go back together.
-
-    Attributes:
-        outputs: Numbers of the outputs that they have parts for.
-        number: Of vectors.
-        vectors: Each a part for every output, of its shape.
-    """
-
-    outputs: Sequence[int]
-    number: int
-    vectors: Iterable[Sequence[Tensor]]
-
-
-def vectors_to_send(
-    risk: EmpiricalRisk,
-    vectors: Vectors,
-    outputs: Sequence[Tensor],
-    terms: Terms,
-    class_axes: Sequence[int | None],
-    draws: Draws,
-    factors: Sequence[float],
-) -> list[VectorsToSend]:
-    """What goes back in one batch. Outputs without a graph are left out.
-
-    Args:
-        outputs: What the losses read, attached to the graph.
-        terms: The same in canonical form, and targets.
-        class_axes: Of the outputs.
-        factors: What the vectors of each loss are multiplied by.
-    """
-    # All streams before any of them draws.
-    streams = [draws.of_loss(k) for k in range(len(risk.losses))]
-
-    def of_loss(k: int) -> Iterator[tuple[Tensor]]:
-        """The vectors of one loss times their factor, of the output's shape."""
-        likelihood = risk.losses[k].require_likelihood()
-        f, F = outputs[k], terms.outputs[k]
-        for v in vectors.send(likelihood, F, terms.targets[k], streams[k]):
-            if factors[k] != 1:
-                v = v * factors[k]
-            if terms.weight is not None:  # squares of vectors are weighted
-                v = v * terms.weight.sqrt().to(v)[:, None, None]
-            v = likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
-            yield (v.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
-
-    groups: list[VectorsToSend] = []
-    numbers: set[int] = set()
-    for k, f in enumerate(outputs):
-        number = vectors.count(risk.losses[k].require_likelihood(), terms.outputs[k])
-        numbers.add(number)
-        if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
-            groups.append(VectorsToSend([k], number, of_loss(k)))
-    if len(groups) > 1 and vectors.together and len(numbers) == 1:
-        parts = zip(*[group.vectors for group in groups], strict=True)
-        joined = (tuple(part for (part,) in of_losses) for of_losses in parts)
-        return [VectorsToSend([group.outputs[0] for group in groups], groups[0].number, joined)]
-    return groups
-
-
-def vectors_at_once(recorder: Recorder, number: int) -> int:
-    """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches
-    on the CPU.
-    """
-    if number == 1:
-        return 1
-    device = recorder.risk.device
-    return max(1, min(number, rows_at_once(device, _VECTOR_BYTES, 4 * recorder.numbers)))
 
 
 def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk import LayerBatch
-from curvlinops_plus.risk import record as record_file
+from curvlinops_plus.risk import LayerBatch, backward_pass
+from curvlinops_plus.risk.backward_pass import BackwardPass
 from curvlinops_plus.risk.function_reads import layers_of
+from curvlinops_plus.risk.record import sweep
 from test.cases import APPROXIMATIONS, NETS, close, problem
 
 
@@ -28,9 +29,7 @@ def test_streamed_is_batched(
     p = problem(name)
     batched, risk = p.made(approximation).to_dense(), p.risk()
     for at_once in (1, 2):
-        monkeypatch.setattr(
-            record_file, "vectors_at_once", lambda recorder, number, k=at_once: min(number, k)
-        )
+        monkeypatch.setattr(BackwardPass, "at_once", lambda self, number, k=at_once: min(number, k))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)
             close(p.curvature(APPROXIMATIONS[approximation], risk=risk).to_dense(), batched, 1e-12)
@@ -44,7 +43,7 @@ def test_gradients_that_arrive_one_by_one(
 ) -> None:
     p = problem(name)
     at_once = p.made(approximation).to_dense()
-    monkeypatch.setattr(record_file, "_MANY_NUMBERS", 0)
+    monkeypatch.setattr(backward_pass, "_MANY_NUMBERS", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CurvatureWarning)
         K = p.curvature(APPROXIMATIONS[approximation], risk=p.risk())
@@ -63,8 +62,8 @@ def test_large_gradients_do_not_wait(
     def consume(batch: LayerBatch) -> None:
         going_back.append(torch._C._current_graph_task_id() != -1)
 
-    monkeypatch.setattr(record_file, "_MANY_NUMBERS", limit)
-    record_file.sweep(risk, layers_of(risk), MonteCarlo(1, 0), consume)
+    monkeypatch.setattr(backward_pass, "_MANY_NUMBERS", limit)
+    sweep(risk, layers_of(risk), MonteCarlo(1, 0), consume)
     assert sum(going_back) == during
     assert len(going_back) == 5
 
@@ -89,7 +88,7 @@ def test_calls_that_reach_no_output_have_gradient_zero(
     model = CalledInVain().double()
     X = torch.rand(5, 4, dtype=torch.float64)
     data = [(X, torch.rand(5, 1, dtype=torch.float64))]
-    monkeypatch.setattr(record_file, "_MANY_NUMBERS", limit)
+    monkeypatch.setattr(backward_pass, "_MANY_NUMBERS", limit)
     risk = EmpiricalRisk(model, nn.MSELoss(), data, check=False)
     G = curvature(risk, FullBlock).to_dense()
     # The Hessian of the mean of 5 squares of a function that is linear in weight and bias.

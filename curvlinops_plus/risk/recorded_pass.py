@@ -1,0 +1,332 @@
+"""What is noted in a recorded forward pass: the calls of layers, with what they have read.
+
+A call's inputs are detached, and the gradient edge of its output is kept. Two details without which
+results would be silently wrong:
+
+* `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's
+  history, and the edge noted before is lost. Such outputs, and those of frozen layers that depend
+  on nothing differentiable, are replaced by an alias that autograd does not treat as a view.
+  Nothing is copied, values are bit-identical.
+* A pass is over for its calls, not for their outputs: activation checkpointing runs layers once
+  more in the backward pass, and must see the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
+from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
+
+
+class LayerRead(NamedTuple):
+    """What a call is to one layer: the index of the layer, the use, and its rule.
+
+    Attributes:
+        matrices: Of a stack: the number of the matrix that all rows meet, or that of each row.
+    """
+
+    layer: int
+    use: ModuleUse
+    rule: Any
+    matrices: int | Tensor | None = None
+
+
+class RecordedPass:
+    """One forward pass, and what it has shown of the layers.
+
+    Args:
+        num_examples: N of its batch; 0 before there is one.
+        backward: Whether vectors go back through it.
+        own_pass: Whether it is made for recording; see `Recorder`.
+        rows: Follows rows that are gathered; None if nobody does.
+
+    Attributes:
+        is_over: Whether calls are of layers that run once more, in a backward pass.
+        calls: What was recorded.
+        kinds: What was called: names, whether one row was returned for all examples, axes of the
+            inputs.
+        dtypes: Those of what the calls returned.
+        numbers: How many numbers they returned.
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        backward: bool = False,
+        own_pass: bool = True,
+        rows: GatheredRows | None = None,
+    ) -> None:
+        self.num_examples = num_examples
+        self.backward = backward
+        self.own_pass = own_pass
+        self.rows = rows
+        self.is_over = not num_examples
+        self.calls: list[RecordedCall] = []
+        self.kinds: set[Any] = set()
+        self.dtypes: set[torch.dtype] = set()
+        self.numbers = 0
+
+    @property
+    def by_layer(self) -> dict[int, list[RecordedCall]]:
+        """Index of a layer to its calls."""
+        calls: dict[int, list[RecordedCall]] = {}
+        for call in self.calls:
+            calls.setdefault(call.layer, []).append(call)
+        return calls
+
+    def forget_graph(self) -> None:
+        """Calls may be kept for another sweep, but not their graph."""
+        for call in self.calls:
+            for output in call.outputs:
+                output.edge = None
+
+    def note(
+        self,
+        reads: Sequence[LayerRead],
+        inputs: Any,
+        output: Any,
+        axis: int,
+        fold: int | None = None,
+    ) -> Any:
+        """Record a call for one layer, or for several that read different parameters in it.
+
+        Args:
+            inputs: Its arguments and keywords.
+            axis: The axis of inputs and outputs that carries the examples.
+            fold: Number of examples if the axis carries positions and, inside them, examples.
+
+        Returns:
+            What the model goes on with instead of the output; None for the output itself.
+        """
+        _, use, rule, _ = reads[0]
+        if self.backward and not torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{title(use.name)} ran under torch.no_grad(). If this is activation "
+                "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
+                f"leave its parameters {list(use.keys.values())} out of `params`."
+            )
+        is_affine = isinstance(rule, AffineRule)
+        leaves, structure = [output], None
+        packed = False
+        if not isinstance(output, Tensor):
+            leaves, structure = tree_flatten(output)
+            args, kwargs = inputs
+            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        routed = None
+        may_be = self.rows is not None or isinstance(reads[0].matrices, Tensor)
+        if may_be and is_affine and fold is None:
+            routed = self._routed(reads[0], inputs)
+        places = []
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                places.append(k)
+        several = len(places) > 1
+        if not places or packed or (several and is_affine):
+            kind = getattr(output, "dtype", None) or type(output).__name__
+            raise self._not_by_example(use, f"returned a {kind}")
+        axes = [axis]
+        if fold is None:
+            axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
+        expanded = False
+        outputs = []
+        rows = 0  # the examples, or a multiple of them
+        for k, on in zip(places, axes, strict=True):
+            t = leaves[k]
+            # What a function has written into, the model goes on with, whatever is returned.
+            is_input = use.function is not None and any(t is x for x in inputs[0])
+            if self.backward and not (is_input and t.requires_grad):
+                t = _with_edge(t, is_affine or use.function is not None, several)
+            size = fold or (t.shape[on] if t.ndim > on else 0)
+            # One row for all examples, as of position embeddings.
+            if size == 1 < self.num_examples and fold is None and routed is None:
+                t = self._row_per_example(use, t, on)
+                size = self.num_examples
+                expanded = True
+            leaves[k] = t
+            if self.is_over:
+                continue
+            by_example = size and not size % self.num_examples and rows in (0, size)
+            if routed is not None:
+                by_example = t.shape[: routed.axes].numel() == len(routed.order)
+            # On another axis than the first there may be no positions beside the examples.
+            if not by_example or (on and size != self.num_examples and not use.function):
+                raise self._not_by_example(use, f"returned {list(t.shape)}")
+            rows = size
+            edge = get_gradient_edge(t) if self.backward else None
+            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge, routed))
+            self.dtypes.add(t.dtype)
+            self.numbers += t.numel()
+        if not self.is_over:
+            for read in reads:
+                if routed is None:
+                    call = self._call(read, inputs, outputs, axis, rows, expanded)
+                else:
+                    call = self._routed_call(read, inputs, outputs, routed)
+                call.single = structure is None
+                self.calls.append(call)
+        if not (self.backward or expanded):
+            return None
+        return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
+        """To which examples the rows of an input belong that was gathered, or of which each meets a
+        matrix of its own; None of others.
+        """
+        x = read.rule.input_of(read.use.module, *inputs)
+        places = None if self.rows is None else self.rows.places(x)
+        if not isinstance(read.matrices, Tensor):
+            return None if places is None else RoutedRows.of(places, self.num_examples)
+        axes = read.matrices.ndim
+        if places is None:
+            # The rows of all examples, once or for each matrix.
+            rows = x.shape[axes - 1]
+            if rows % self.num_examples:
+                raise self._not_by_example(read.use, f"got {list(x.shape)}")
+            index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
+            places = Origins(index.flatten(), rows)
+        return replace(RoutedRows.of(places, self.num_examples), axes=axes)
+
+    def _routed_call(
+        self, read: LayerRead, inputs: Any, outputs: Sequence[Output], routed: RoutedRows
+    ) -> RecordedCall:
+        """A call with gathered rows, sorted by examples.
+
+        Which layers see some differs from batch to batch, so they are of no `kinds`.
+        """
+        index, use, rule, matrices = read
+        x = rule.input_of(use.module, *inputs).detach()
+        if isinstance(matrices, Tensor):
+            matrices = routed.sorted(matrices)
+        call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
+        call.routed = routed
+        call.matrices = matrices
+        return call
+
+    def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
+        """The row expanded to one for each example, so that each has a gradient of its own."""
+        N = self.num_examples
+        if not self.own_pass:
+            raise _refusal_of_one_row(use, N, "this is not done in passes of others")
+        return t.expand(*t.shape[:axis], N, *t.shape[axis + 1 :])
+
+    def _call(
+        self,
+        read: LayerRead,
+        inputs: Any,
+        outputs: Sequence[Output],
+        axis: int,
+        rows: int,
+        expanded: bool,
+    ) -> RecordedCall:
+        """A call with its inputs, the examples first.
+
+        Raises:
+            OutsideReads: If the axes taken for the examples' don't carry them; the module around
+                may tell them apart.
+        """
+        index, use, rule, matrices = read
+        fold = outputs[0].fold
+        if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
+            read_tensor = rule.input_of(use.module, *inputs).detach()
+            x = read_tensor
+            if axis or expanded or fold is not None:
+                x, _ = self._examples_first(use, x, axis, fold, expanded)
+            if x.shape[0] != rows:
+                shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
+                raise self._not_by_example(use, shapes)
+            call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
+            call.matrices = matrices
+            call.note_versions([read_tensor])
+            self.kinds.add((use.name, expanded, ()))
+            return call
+        leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[k].detach() for k in places]
+        axes = rule.axes(use.module, axis, tensors, True)
+        in_axes: list[int | None] = []
+        for k, t, on in zip(places, tensors, axes, strict=True):
+            leaves[k], moved_from = self._examples_first(use, t, on, fold, expanded)
+            by_example = moved_from or (t.ndim > 0 and len(leaves[k]) == rows)
+            in_axes.append(moved_from if by_example else None)
+        args, kwargs = tree_unflatten(leaves, structure)
+        call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
+        call.note_versions(tensors)
+        kind = (*in_axes, outputs[0].axis, len(outputs[0].shape))
+        self.kinds.add((use.name, expanded, kind))
+        return call
+
+    def _examples_first(
+        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, expanded: bool
+    ) -> tuple[Tensor, int]:
+        """An input with the examples on the first axis, and the axis that they were moved from."""
+        N = self.num_examples
+        if fold is not None:
+            t = t.unflatten(0, (-1, fold))
+        moves = axis != 0 and t.ndim > axis
+        moves = moves and (use.function is not None or t.shape[axis] in (1, N))
+        if moves:
+            t = t.movedim(axis, 0)
+        if expanded and t.ndim and len(t) == 1:
+            t = t.expand(N, *t.shape[1:])
+        return t, axis if moves else 0
+
+    def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
+        """The error about rows of a layer that don't belong to examples."""
+        return OutsideReads(
+            f"{use.title} {fact} in a batch of {self.num_examples} examples: expected "
+            "floating-point numbers, whose first axis carries the examples, or a multiple of "
+            f"them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
+            "A table for all examples, as of positions, needs an axis of size 1 for them, as "
+            f"embedding(places[None]). Or leave its parameters {list(use.keys.values())} out of "
+            "`params`.",
+            use.keys.values(),
+        )
+
+    def refusal_of_one_row(self, why: str) -> OutsideReads | None:
+        """What to raise if this could come from one row for all examples, which was expanded; None
+        if none was.
+        """
+        expanded = [call.use for call in self.calls if call.expanded]
+        return _refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
+
+
+def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:
+    """An output with a gradient edge of its own, which in-place operations behind it keep.
+
+    Args:
+        affine: Whether a layer with an affine rule returned it, or a function that is known: they
+            don't save it for backward.
+        several: Whether it is one of several outputs. One may be computed from another inside the
+            module, and what arrives at it must have come from outside.
+    """
+    is_kept = t.requires_grad and not several and not t._is_view()
+    if is_kept:
+        return t
+    if not t.requires_grad:
+        t = t.detach().requires_grad_()
+    # A module of unknown code may have saved its output, and an alias has a version counter of its
+    # own.
+    return torch.ops.aten._unsafe_view(t, t.shape) if affine else t.clone()
+
+
+def _refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideReads:
+    return OutsideReads(
+        f"{use.title} returned one row for all {num_examples} examples, which was expanded to one "
+        f"row for each, so that each has a gradient of its own; {why}. If the layer makes weights "
+        "or a table for all examples, leave its "
+        f"parameters {list(use.keys.values())} out of `params`; if a row, expand it to the batch "
+        "in the model.",
+        use.keys.values(),
+    )
