@@ -234,7 +234,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), "
         "[modes](../modes.md)",
         "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly "
-        "split_complex",
+        "split_complex risk.RiskKeywords risk.AllRiskKeywords",
     ),
     "curvature": (
         "Block-diagonal curvature",

@@ -427,3 +427,8 @@ class Approximation:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
+
+
+#: What a layer gets, and what the layers of a risk get: one for all, or by name, glob or type.
+Choice = type[Accumulator] | Approximation
+Choices = Choice | Mapping[Any, Choice]

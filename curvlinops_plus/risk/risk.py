@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,32 @@ from curvlinops_plus.risk.preserve import Inputs, preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
+
+
+#: A loss, or several: with keys of the output, alone or in pairs with their weights.
+Loss = nn.Module | Callable[..., Any] | Mapping[Any, Any] | Sequence[Any]
+
+
+class RiskKeywords(TypedDict, total=False):
+    """Options of `EmpiricalRisk` that other classes take, too."""
+
+    output: Callable[[Any], Any] | None
+    mask: Callable[[Any, Any], Tensor] | None
+    example_axis: Mapping[str, int] | None
+    shift_labels: bool | None
+    reduction: str | None
+    check: bool | str
+    weight: Callable[..., Any] | None
+    processes: Processes | None
+
+
+class AllRiskKeywords(RiskKeywords, total=False):
+    """All options of `EmpiricalRisk`."""
+
+    batch_size_fn: Callable[[Any], int] | None
+    num_data: int | None
+    num_per_example_loss_terms: int | None
+    progressbar: bool
 
 
 class EmpiricalRisk(ModelParameters):
@@ -156,7 +182,7 @@ class EmpiricalRisk(ModelParameters):
     def __init__(
         self,
         model: ModelOrFunction,
-        loss: nn.Module | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
+        loss: Loss,
         data: Iterable[Any],
         params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
         *,
