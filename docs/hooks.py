@@ -42,13 +42,9 @@ SYNONYMS = {
     "pruning.md": "optimal brain surgeon; OBS; sparsity; compression",
     "merging.md": "model merging; Fisher merging; model soup",
     "sharpness.md": "edge of stability; Hessian eigenvalues; loss landscape",
-    "optimizer.md": (
-        "natural gradient; second-order optimizer; mixed precision; AMP; GradScaler; checkpoint; "
-        "resume; Lightning; gradient accumulation"
-    ),
-    "streaming.md": "checkpoint; resume; moving average; online curvature",
-    "performance.md": "out of memory; OOM; GPU; mixed precision; bfloat16",
-    "guide.md": "data order; IterableDataset; DataLoader; autocast; mixed precision",
+    "optimizer.md": "natural gradient; second-order optimizer; gradient accumulation",
+    "streaming.md": "moving average; online curvature",
+    "performance.md": "out of memory; OOM; GPU",
     "huggingface.md": "transformers; PEFT; LoRA; Trainer",
     "processes.md": "DDP; FSDP; distributed; multi-GPU; torchrun",
     "reconfiguration.md": "stochastic reconfiguration; SR; quantum Monte Carlo; VMC",
@@ -234,7 +230,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), "
         "[modes](../modes.md)",
         "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly "
-        "split_complex risk.RiskKeywords risk.AllRiskKeywords",
+        "split_complex risk.Loss risk.RiskKeywords risk.AllRiskKeywords",
     ),
     "curvature": (
         "Block-diagonal curvature",
@@ -261,7 +257,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "solvers": (
         "Dampings and solvers",
         "Inverses of structured matrices are closed forms with a damping; others are solved with.",
-        "RelativeDamping HeuristicDamping CGInverseLinearOperator MINRESInverseLinearOperator "
+        "linalg.Damping RelativeDamping HeuristicDamping CGInverseLinearOperator MINRESInverseLinearOperator "
         "LSMRInverseLinearOperator NeumannInverseLinearOperator SolveInfo cg minres lsmr neumann",
     ),
     "estimate": (
@@ -335,7 +331,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "extending": (
         "Extending: approximations",
         "Approximations and vectors of your own. [Recipes](../extending.md)",
-        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors "
+        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors blocks.Choice blocks.Choices "
         "linalg.Space linalg.Layout",
     ),
     "matrices": (

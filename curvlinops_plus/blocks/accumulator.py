@@ -429,6 +429,10 @@ class Approximation:
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
 
 
-#: What a layer gets, and what the layers of a risk get: one for all, or by name, glob or type.
 Choice = type[Accumulator] | Approximation
+"""What one layer gets: `KFAC`, or with options `KFAC.using(kfac_approx="reduce")`."""
+
 Choices = Choice | Mapping[Any, Choice]
+"""What the layers of a risk get: one `Choice` for all, or a mapping from names of layers, globs and
+types of modules to one.
+"""

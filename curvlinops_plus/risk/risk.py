@@ -46,8 +46,10 @@ from curvlinops_plus.risk.vectors import Vectors
 T = TypeVar("T")
 
 
-#: A loss, or several: with keys of the output, alone or in pairs with their weights.
 Loss = nn.Module | Callable[..., Any] | Mapping[Any, Any] | Sequence[Any]
+"""A loss, or several: a dict or sequence like the model's output, of losses or of pairs of a loss
+and its weight.
+"""
 
 
 class RiskKeywords(TypedDict, total=False):
