@@ -33,7 +33,9 @@ TEXTS = {
 EXAMPLES = sorted(
     path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.py")
 )
-NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.ipynb"))
+NOTEBOOKS = sorted(
+    path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.ipynb")
+)
 #: Other words for what a page is about: the search finds them as tags.
 SYNONYMS = {
     "laplace.md": "uncertainty quantification; Bayesian neural networks; calibration",
@@ -94,11 +96,22 @@ def admonitions(markdown: str) -> str:
     """Alerts as GitHub writes them, `> [!NOTE]` above a quotation, as admonitions."""
 
     def admonition(found: re.Match[str]) -> str:
-        lines = [line.removeprefix(">").removeprefix(" ") for line in found[2].splitlines()]
-        return f"!!! {found[1].lower()}\n\n" + "\n".join(f"    {line}" for line in lines) + "\n"
+        lines = [
+            line.removeprefix(">").removeprefix(" ") for line in found[2].splitlines()
+        ]
+        return (
+            f"!!! {found[1].lower()}\n\n"
+            + "\n".join(f"    {line}" for line in lines)
+            + "\n"
+        )
 
     kinds = "NOTE|TIP|WARNING|IMPORTANT"
-    return re.sub(rf"^> \[!({kinds})\]\n((?:>.*(?:\n|$))+)", admonition, markdown, flags=re.MULTILINE)
+    return re.sub(
+        rf"^> \[!({kinds})\]\n((?:>.*(?:\n|$))+)",
+        admonition,
+        markdown,
+        flags=re.MULTILINE,
+    )
 
 
 def formula(found: re.Match[str]) -> str:
@@ -114,14 +127,54 @@ def formula(found: re.Match[str]) -> str:
 
 #: Cards of the home page: page, picture, title, what it says.
 CARDS = (
-    ("laplace", "laplace", "Uncertainty", "Error bars, and less certainty far from the data."),
-    ("attribution", "attribution", "Influence", "Which training examples does a prediction depend on?"),
-    ("optimizer", "kfac_training", "Training", "K-FAC as a PyTorch optimizer, with checkpoints."),
-    ("pruning", "pruning", "Pruning", "Four fifths of the weights set to zero, without retraining."),
-    ("sharpness", "spectrum_density", "Spectra", "Eigenvalues, traces and densities of the Hessian."),
-    ("continual_learning", "continual_learning", "Continual learning", "Old tasks are kept."),
-    ("merging", "merging", "Merging", "One network out of several that were fine-tuned apart."),
-    ("reconfiguration", "reconfiguration", "Physics", "Natural gradients of wave functions."),
+    (
+        "laplace",
+        "laplace",
+        "Uncertainty",
+        "Error bars, and less certainty far from the data.",
+    ),
+    (
+        "attribution",
+        "attribution",
+        "Influence",
+        "Which training examples does a prediction depend on?",
+    ),
+    (
+        "optimizer",
+        "kfac_training",
+        "Training",
+        "K-FAC as a PyTorch optimizer, with checkpoints.",
+    ),
+    (
+        "pruning",
+        "pruning",
+        "Pruning",
+        "Four fifths of the weights set to zero, without retraining.",
+    ),
+    (
+        "sharpness",
+        "spectrum_density",
+        "Spectra",
+        "Eigenvalues, traces and densities of the Hessian.",
+    ),
+    (
+        "continual_learning",
+        "continual_learning",
+        "Continual learning",
+        "Old tasks are kept.",
+    ),
+    (
+        "merging",
+        "merging",
+        "Merging",
+        "One network out of several that were fine-tuned apart.",
+    ),
+    (
+        "reconfiguration",
+        "reconfiguration",
+        "Physics",
+        "Natural gradients of wave functions.",
+    ),
 )
 _PLACE_OF_CARDS = "<!-- cards -->"
 
@@ -424,7 +477,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {"gallery.md": gallery(), "reference/index.md": reference_index()}
     made |= {f"reference/{page}.md": reference_page(page) for page in REFERENCE}
     made |= {path.removesuffix(".py") + ".md": example_page(path) for path in EXAMPLES}
-    made |= {path.removesuffix(".ipynb") + ".md": notebook_page(path) for path in NOTEBOOKS}
+    made |= {
+        path.removesuffix(".ipynb") + ".md": notebook_page(path) for path in NOTEBOOKS
+    }
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
     return files
@@ -440,7 +495,9 @@ def on_page_markdown(
     made = uri.startswith("reference/") or uri == "gallery.md"  # of several files
     page.edit_url = None
     if config.repo_url and not made:
-        page.edit_url = posixpath.join(config.repo_url, "edit/main", repository_path(uri))
+        page.edit_url = posixpath.join(
+            config.repo_url, "edit/main", repository_path(uri)
+        )
     if made or repository_path(uri) in EXAMPLES:
         return markdown
     text = translated(admonitions(markdown), uri)
@@ -449,7 +506,9 @@ def on_page_markdown(
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Draws formulas, and centres pictures above their captions: a line in italics below each."""
-    html = re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', formula, html, flags=re.DOTALL)
+    html = re.sub(
+        r'<(span|div) class="arithmatex">(.*?)</\1>', formula, html, flags=re.DOTALL
+    )
     return re.sub(
         r"<p>(<img [^>]*>)\s*<em>(.*?)</em></p>",
         r"<figure>\1<figcaption>\2</figcaption></figure>",
