@@ -549,7 +549,7 @@ def _risk_for_posterior(K: Any) -> EmpiricalRisk:
     if not isinstance(K, (BlockwiseLinearOperator, GGN)):
         raise TypeError(
             "Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a "
-            f"{type(K).__name__}. For a part K[i, i] say Laplace(K, subnetwork=i)."
+            f"{type(K).__name__}. For a part K[i, i] use Laplace(K, subnetwork=i)."
         )
     if isinstance(K, BlockwiseLinearOperator) and float(K.scale) != 1:
         raise ValueError(
