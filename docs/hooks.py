@@ -292,9 +292,9 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     ),
     "blockwise": (
         "Results and files",
-        "What `curvature` returns, its memory and its check, and its files. "
+        "What `curvature` returns, its tables and its check, and its files. "
         "[Saving](../streaming.md#saving)",
-        "BlockwiseLinearOperator Memory blocks.Verification save load",
+        "BlockwiseLinearOperator blocks.Summary Memory blocks.Verification save load",
     ),
     "exact": (
         "Exact operators",
@@ -324,8 +324,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Eigenvalues and their densities. [Spectra and sharpness](../sharpness.md)",
         "top_eigenpairs spectral_norm condition_number lanczos_approximate_spectrum "
         "lanczos_approximate_log_spectrum LanczosApproximateSpectrumCached "
-        "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs "
-        "plot_spectrum",
+        "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs",
     ),
     "laplace": (
         "Laplace approximations",
@@ -338,6 +337,11 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "[continual learning](../continual_learning.md)",
         "attribution_scores self_influence per_example_gradients "
         "linear_datamodeling_score applications.DatamodelingScore prune merge QuadraticPenalty",
+    ),
+    "plots": (
+        "Pictures",
+        "Results drawn with Matplotlib. [How to look at a curvature](../guide.md#look-at-it)",
+        "plot_summary plot_spectrum plot_predictions plot_influence",
     ),
     "training": (
         "K-FAC optimizers",
@@ -404,7 +408,7 @@ _OPTIMIZER = "step listen paused warmup state_dict load_state_dict close"
 MEMBERS = {
     "LinearOperator": _OPERATOR,
     "BlockwiseLinearOperator": (
-        "blocks mapping operator compute inverse memory offload split merge verify state_dict "
+        "blocks summary mapping operator compute inverse memory offload split merge verify state_dict "
         "load_state_dict from_state_dict"
     ),
     "CurvatureEstimator": "update listen refresh inverse operator uncalled merge reset state_dict load_state_dict",

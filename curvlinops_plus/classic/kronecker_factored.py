@@ -117,7 +117,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         self,
         model_func: nn.Module | Callable[..., Any],
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,
@@ -182,7 +182,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             compute=check_deterministic,
         )
 
-    adopts_vectors = True
+    _adopts_vectors = True
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew from the data; what was there before is dropped."""
@@ -239,7 +239,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         cls,
         state_dict: Mapping[str, Any],
         model_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None,
         data: Iterable[Any] | None,
         check_deterministic: bool = True,
         batch_size_fn: Callable[[Any], int] | None = None,
@@ -423,7 +423,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         self,
         model_func: nn.Module,
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,
@@ -633,7 +633,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         self,
         model_func: nn.Module,
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,

@@ -16,7 +16,7 @@ from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, RiskKeywo
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Params = Sequence[Tensor] | Mapping[str, Tensor]
+Params = Sequence[Tensor | str] | Mapping[str, Tensor]
 
 
 class GGNLinearOperator(GGN):

@@ -89,16 +89,6 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
         )
 
 
-def known_length(data: Any) -> int | None:
-    """How many batches there are, None if the data don't tell: a DataLoader over an IterableDataset
-    has a `len` that raises.
-    """
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def count_examples(
     X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool
 ) -> int:

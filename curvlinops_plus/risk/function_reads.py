@@ -23,7 +23,8 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS
 from curvlinops_plus.layer.rule import GENERIC
-from curvlinops_plus.risk.batches import Batch, known_length
+from curvlinops_plus.progress import known_length
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct
 from curvlinops_plus.risk.found_reads import FoundReads, ParameterProduct
