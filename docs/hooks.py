@@ -288,7 +288,8 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "curvature": (
         "Block-diagonal curvature",
         "One call, one block for each layer. [Choosing an approximation](../choosing.md)",
-        "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity",
+        "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity "
+        "blocks.Choice blocks.Choices blocks.Approximation",
     ),
     "blockwise": (
         "Results and files",
@@ -388,7 +389,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "extending": (
         "Extending: approximations",
         "Approximations and vectors of your own. [Recipes](../extending.md)",
-        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors blocks.Choice blocks.Choices "
+        "Accumulator Needs risk.LayerBatch risk.Vectors as_vectors "
         "linalg.Space linalg.Layout",
     ),
     "matrices": (
