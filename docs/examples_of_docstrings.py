@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import griffe
+
+
+def _with_text(found: re.Match[str]) -> str:
+    """What the heading says becomes the first line."""
+    text = found[1].strip()
+    return f"Examples:\n    {text[0].upper()}{text[1:]}\n\n" if text else "Examples:\n"
 
 
 class ExamplesOfDocstrings(griffe.Extension):
@@ -12,4 +19,7 @@ class ExamplesOfDocstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = obj.docstring.value.replace("Example:\n", "Examples:\n")
+            text = obj.docstring.value
+            obj.docstring.value = re.sub(
+                r"^Example:(.*)\n", _with_text, text, flags=re.MULTILINE
+            )

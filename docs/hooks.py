@@ -1,13 +1,17 @@
 """Hooks of MkDocs: the pages of the site that are made from other files of the repository.
 
-README is the start page, CONTRIBUTING and CHANGELOG are pages, every file of examples/ is a page
-with its picture, the gallery has a card for each example, and the reference has a page for each
-task. Links are written as they are right in the repository, and are translated here.
+README is the start page, with cards that lead to applications. CONTRIBUTING and CHANGELOG are
+pages, every file of examples/ is a page with its picture, the gallery has a card for each example,
+and the reference has a page for each task. Links are written as they are right in the repository,
+and are translated here; formulas, written in LaTeX, become MathML, which browsers draw by
+themselves.
 """
 
 from __future__ import annotations
 
 import ast
+import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -29,12 +33,33 @@ TEXTS = {
 EXAMPLES = sorted(
     path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.py")
 )
+NOTEBOOKS = sorted(
+    path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.ipynb")
+)
+#: Other words for what a page is about: the search finds them as tags.
+SYNONYMS = {
+    "laplace.md": "uncertainty quantification; Bayesian neural networks; calibration",
+    "attribution.md": "influence functions; data attribution; data order; shuffle",
+    "continual_learning.md": "EWC; elastic weight consolidation; catastrophic forgetting",
+    "pruning.md": "optimal brain surgeon; OBS; sparsity; compression",
+    "merging.md": "model merging; Fisher merging; model soup",
+    "sharpness.md": "edge of stability; Hessian eigenvalues; loss landscape",
+    "optimizer.md": "natural gradient; second-order optimizer; gradient accumulation",
+    "streaming.md": "moving average; online curvature",
+    "performance.md": "out of memory; OOM; GPU",
+    "huggingface.md": "transformers; PEFT; LoRA; Trainer",
+    "processes.md": "DDP; FSDP; distributed; multi-GPU; torchrun",
+    "reconfiguration.md": "stochastic reconfiguration; SR; quantum Monte Carlo; VMC",
+    "physics.md": "PINN; neural operators",
+    "estimate.md": "Hutchinson; Lanczos; stochastic trace estimation; SLQ",
+    "from_pyhessian.md": "PyHessian; hessian-eigenthings; pytorch-hessian-eigenthings",
+}
 
 
 def site_path(path: str) -> str | None:
     """The page or picture of the site that shows a file of the repository."""
-    if path in EXAMPLES:
-        return path.removesuffix(".py") + ".md"
+    if path in EXAMPLES or path in NOTEBOOKS:
+        return posixpath.splitext(path)[0] + ".md"
     inside = posixpath.relpath(path, "docs")
     return TEXTS.get(path) if inside.startswith("../") else inside
 
@@ -42,8 +67,10 @@ def site_path(path: str) -> str | None:
 def repository_path(uri: str) -> str:
     """The file that a page of the site shows: the other way."""
     texts = {page: path for path, page in TEXTS.items()}
-    example = uri.removesuffix(".md") + ".py"
-    return texts.get(uri) or (example if example in EXAMPLES else f"docs/{uri}")
+    for path in (uri.removesuffix(".md") + suffix for suffix in (".py", ".ipynb")):
+        if path in EXAMPLES or path in NOTEBOOKS:
+            return path
+    return texts.get(uri) or f"docs/{uri}"
 
 
 def translated(markdown: str, uri: str) -> str:
@@ -63,6 +90,106 @@ def translated(markdown: str, uri: str) -> str:
         )
 
     return re.sub(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", link, markdown)
+
+
+def admonitions(markdown: str) -> str:
+    """Alerts as GitHub writes them, `> [!NOTE]` above a quotation, as admonitions."""
+
+    def admonition(found: re.Match[str]) -> str:
+        lines = [
+            line.removeprefix(">").removeprefix(" ") for line in found[2].splitlines()
+        ]
+        return (
+            f"!!! {found[1].lower()}\n\n"
+            + "\n".join(f"    {line}" for line in lines)
+            + "\n"
+        )
+
+    kinds = "NOTE|TIP|WARNING|IMPORTANT"
+    return re.sub(
+        rf"^> \[!({kinds})\]\n((?:>.*(?:\n|$))+)",
+        admonition,
+        markdown,
+        flags=re.MULTILINE,
+    )
+
+
+def formula(found: re.Match[str]) -> str:
+    """A formula of `pymdownx.arithmatex` as MathML."""
+    from latex2mathml.converter import convert
+
+    block = found[1] == "div"
+    latex = html.unescape(found[2]).strip()[2:-2]  # without \\( \\) or \\[ \\]
+    return convert(latex, display="block" if block else "inline")
+
+
+# ---------------------------------------------------------------------------------------- home page
+
+#: Cards of the home page: page, picture, title, what it says.
+CARDS = (
+    (
+        "laplace",
+        "laplace",
+        "Uncertainty",
+        "Error bars, and less certainty far from the data.",
+    ),
+    (
+        "attribution",
+        "attribution",
+        "Influence",
+        "Which training examples does a prediction depend on?",
+    ),
+    (
+        "optimizer",
+        "kfac_training",
+        "Training",
+        "K-FAC as a PyTorch optimizer, with checkpoints.",
+    ),
+    (
+        "pruning",
+        "pruning",
+        "Pruning",
+        "Four fifths of the weights set to zero, without retraining.",
+    ),
+    (
+        "sharpness",
+        "spectrum_density",
+        "Spectra",
+        "Eigenvalues, traces and densities of the Hessian.",
+    ),
+    (
+        "continual_learning",
+        "continual_learning",
+        "Continual learning",
+        "Old tasks are kept.",
+    ),
+    (
+        "merging",
+        "merging",
+        "Merging",
+        "One network out of several that were fine-tuned apart.",
+    ),
+    (
+        "reconfiguration",
+        "reconfiguration",
+        "Physics",
+        "Natural gradients of wave functions.",
+    ),
+)
+_PLACE_OF_CARDS = "<!-- cards -->"
+
+
+def home_cards() -> str:
+    """What one can do, as pictures that lead to pages."""
+    cards = [
+        f"-   [![{title}]({image}.png){{loading=lazy}}]({page}.md)\n\n"
+        f"    **[{title}]({page}.md)**\n\n    {text}\n"
+        for page, image, title, text in CARDS
+    ]
+    return (
+        '<div class="grid cards home" markdown>\n\n' + "\n".join(cards) + "\n</div>\n\n"
+        "[All examples as scripts: the gallery](gallery.md)\n"
+    )
 
 
 # ----------------------------------------------------------------------------------------- examples
@@ -95,8 +222,26 @@ def example_page(path: str) -> str:
     image, up = picture(path), "../" * path.count("/")
     shown = f"\n![What {path} draws]({up}{image})\n" if image else ""
     source = (ROOT / path).read_text(encoding="utf-8")
-    wide = "---\nhide: [navigation, toc]\n---\n"
+    wide = "---\nhide: [navigation, toc]\nsearch: { exclude: true }\n---\n"
     return f"{wide}# {title}\n\n{text}\n{shown}\n````{{.python title={path}}}\n{source}````\n"
+
+
+def notebook_page(path: str) -> str:
+    """Cells of a notebook, with what they printed and drew."""
+    parts = []
+    for cell in json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+            elif "image/png" in output.get("data", {}):
+                image = "".join(output["data"]["image/png"]).replace("\n", "")
+                parts.append(f"![What the cell draws](data:image/png;base64,{image})")
+    return "\n\n".join(parts) + "\n"
 
 
 def gallery() -> str:
@@ -119,7 +264,7 @@ def gallery() -> str:
         else:
             stop = "" if title.endswith("?") else "."
             others.append(f"* **{link}**{stop} {said}")
-    intro = "Every script runs by itself and prints its figures; a card leads to its source.\n"
+    intro = "Every script is self-contained; click a card for its source.\n"
     shown = '\n<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n"
     return (
         f"# Gallery\n\n{intro}{shown}\n## Without a picture\n\n"
@@ -138,12 +283,18 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), "
         "[modes](../modes.md)",
         "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly "
-        "split_complex",
+        "split_complex risk.Loss risk.RiskKeywords risk.AllRiskKeywords",
     ),
     "curvature": (
         "Block-diagonal curvature",
-        "One call, one block for each layer. [Which approximation, when?](../choosing.md)",
+        "One call, one block for each layer. [Choosing an approximation](../choosing.md)",
         "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity "
+        "blocks.Choice blocks.Choices blocks.Approximation",
+    ),
+    "blockwise": (
+        "Results and files",
+        "What `curvature` returns, its tables and its check, and its files. "
+        "[Saving](../streaming.md#saving)",
         "BlockwiseLinearOperator blocks.Summary Memory blocks.Verification save load",
     ),
     "exact": (
@@ -152,26 +303,40 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "GGN Hessian Jacobian GGNFactor ActivationHessian",
     ),
     "linalg": (
-        "Linear algebra",
-        "What all operators can do, dampings and solvers.",
-        "LinearOperator RelativeDamping HeuristicDamping IdentityLinearOperator "
-        "SubmatrixLinearOperator submatrix ProjectedLinearOperator CGInverseLinearOperator "
-        "MINRESInverseLinearOperator LSMRInverseLinearOperator NeumannInverseLinearOperator "
-        "SolveInfo cg minres lsmr neumann from_scipy",
+        "Linear operators",
+        "What all operators can do.",
+        "LinearOperator IdentityLinearOperator SubmatrixLinearOperator submatrix "
+        "ProjectedLinearOperator from_scipy",
+    ),
+    "solvers": (
+        "Dampings and solvers",
+        "Inverses of structured matrices are closed forms with a damping; others are solved with.",
+        "linalg.Damping RelativeDamping HeuristicDamping CGInverseLinearOperator MINRESInverseLinearOperator "
+        "LSMRInverseLinearOperator NeumannInverseLinearOperator SolveInfo cg minres lsmr neumann",
     ),
     "estimate": (
         "Estimators",
         "Numbers of a matrix from its products. [Which one](../estimate.md)",
         "hutchinson_trace hutchpp_trace xtrace hutchinson_diag xdiag hutchinson_squared_fro "
-        "logdet top_eigenpairs spectral_norm condition_number lanczos_approximate_spectrum "
+        "logdet random_vector",
+    ),
+    "spectra": (
+        "Spectra",
+        "Eigenvalues and their densities. [Spectra and sharpness](../sharpness.md)",
+        "top_eigenpairs spectral_norm condition_number lanczos_approximate_spectrum "
         "lanczos_approximate_log_spectrum LanczosApproximateSpectrumCached "
-        "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs "
-        "random_vector",
+        "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs",
+    ),
+    "laplace": (
+        "Laplace approximations",
+        "[Uncertainty of predictions](../laplace.md)",
+        "Laplace applications.Normal",
     ),
     "applications": (
-        "Applications",
-        "Functions and small classes made of a risk and an operator.",
-        "Laplace applications.Normal attribution_scores self_influence per_example_gradients "
+        "Influence, pruning, merging",
+        "[Influence](../attribution.md), [pruning](../pruning.md), [merging](../merging.md), "
+        "[continual learning](../continual_learning.md)",
+        "attribution_scores self_influence per_example_gradients "
         "linear_datamodeling_score applications.DatamodelingScore prune merge QuadraticPenalty",
     ),
     "plots": (
@@ -180,11 +345,15 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "plot_summary plot_spectrum plot_predictions plot_influence",
     ),
     "training": (
-        "Training",
-        "[K-FAC](../optimizer.md), [curvature in your own loop](../streaming.md), "
+        "K-FAC optimizers",
+        "[Training with K-FAC](../optimizer.md)",
+        "KFACOptimizer KFACPreconditioner LevenbergMarquardt NormConstraint WeightDecay StepReport",
+    ),
+    "streams": (
+        "Streams and natural gradients",
+        "[Curvature in your own loop](../streaming.md), "
         "[stochastic reconfiguration](../reconfiguration.md).",
-        "KFACOptimizer KFACPreconditioner LevenbergMarquardt NormConstraint WeightDecay "
-        "StepReport CurvatureEstimator StochasticReconfiguration stochastic_reconfiguration "
+        "CurvatureEstimator StochasticReconfiguration stochastic_reconfiguration "
         "fisher_inverse CenteredFisherLinearOperator SolveReport",
     ),
     "processes": (
@@ -193,13 +362,17 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Processes Checkpoint",
     ),
     "classic": (
-        "Classes of curvlinops",
+        "Classes of curvlinops: K-FAC",
         "Names, arguments and defaults of curvlinops 3.0.1. [What differs](../from_curvlinops.md)",
         "KFACLinearOperator EKFACLinearOperator KFOCLinearOperator KFACInverseLinearOperator "
+        "FisherType KFACType compute_eigenvalue_correction_linear_weight_sharing",
+    ),
+    "classic_exact": (
+        "Classes of curvlinops: exact",
+        "Names, arguments and defaults of curvlinops 3.0.1. [What differs](../from_curvlinops.md)",
         "GGNLinearOperator HessianLinearOperator EFLinearOperator FisherMCLinearOperator "
         "GGNDiagonalLinearOperator JacobianLinearOperator TransposedJacobianLinearOperator "
-        "GGNFactorLinearOperator ActivationHessianLinearOperator FisherType KFACType "
-        "compute_eigenvalue_correction_linear_weight_sharing",
+        "GGNFactorLinearOperator ActivationHessianLinearOperator",
     ),
     "errors": (
         "Errors and warnings",
@@ -207,15 +380,24 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "UnsupportedError NumericsError SingularMatrixError VerificationError NoClosedForm "
         "ProcessError CurvatureWarning",
     ),
-    "extending": (
-        "Extension points",
-        "Layers, losses, approximations, vectors and matrices of your own. "
-        "[Recipes](../extending.md)",
+    "rules": (
+        "Extending: layers and losses",
+        "Layers and losses of your own. [Recipes](../extending.md)",
         "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood "
-        "FromDistribution Likelihood Accumulator blocks.Approximation Needs risk.LayerBatch "
-        "risk.Vectors as_vectors linalg.Dense linalg.Diagonal linalg.Kronecker "
+        "FromDistribution Likelihood",
+    ),
+    "extending": (
+        "Extending: approximations",
+        "Approximations and vectors of your own. [Recipes](../extending.md)",
+        "Accumulator Needs risk.LayerBatch risk.Vectors as_vectors "
+        "linalg.Space linalg.Layout",
+    ),
+    "matrices": (
+        "Extending: matrices",
+        "Structured matrices that blocks are made of. [Recipes](../extending.md)",
+        "linalg.Dense linalg.Diagonal linalg.Kronecker "
         "linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum linalg.Product linalg.Scaled "
-        "linalg.Structure linalg.Space linalg.Layout",
+        "linalg.Structure",
     ),
 }
 _OPERATOR = (
@@ -300,6 +482,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {"gallery.md": gallery(), "reference/index.md": reference_index()}
     made |= {f"reference/{page}.md": reference_page(page) for page in REFERENCE}
     made |= {path.removesuffix(".py") + ".md": example_page(path) for path in EXAMPLES}
+    made |= {
+        path.removesuffix(".ipynb") + ".md": notebook_page(path) for path in NOTEBOOKS
+    }
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
     return files
@@ -308,7 +493,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Translates links, except in pages that are made here."""
+    """Translates links, except in pages that are made here, and adds what the file does not say."""
     uri = page.file.src_uri
-    made = uri.startswith(("reference/", "examples/")) or uri == "gallery.md"
-    return markdown if made else translated(markdown, uri)
+    if uri in SYNONYMS:
+        page.meta["tags"] = SYNONYMS[uri].split("; ")
+    made = uri.startswith("reference/") or uri == "gallery.md"  # of several files
+    page.edit_url = None
+    if config.repo_url and not made:
+        page.edit_url = posixpath.join(
+            config.repo_url, "edit/main", repository_path(uri)
+        )
+    if made or repository_path(uri) in EXAMPLES:
+        return markdown
+    text = translated(admonitions(markdown), uri)
+    return text.replace(_PLACE_OF_CARDS, home_cards()) if uri == "index.md" else text
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Draws formulas, and centres pictures above their captions: a line in italics below each."""
+    html = re.sub(
+        r'<(span|div) class="arithmatex">(.*?)</\1>', formula, html, flags=re.DOTALL
+    )
+    return re.sub(
+        r"<p>(<img [^>]*>)\s*<em>(.*?)</em></p>",
+        r"<figure>\1<figcaption>\2</figcaption></figure>",
+        html,
+        flags=re.DOTALL,
+    )

@@ -15,7 +15,7 @@ from style import legend, panel, write
 from torch import nn
 from torch.func import functional_call, grad, jvp
 
-from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator
+from curvlinops_plus import EKFAC, GGN, EmpiricalRisk, curvature
 from curvlinops_plus.linalg import CGInverseLinearOperator
 
 torch.manual_seed(0)
@@ -65,8 +65,9 @@ print(
     f"{len(errors)} of 797 test digits wrong; one {y_test[one].item()} is read as "
     f"{model(X_test[one]).argmax()}"
 )
-H = GGNLinearOperator(model, loss, head, [(X, y)]).shift(DECAY)
-E = EKFACLinearOperator(model, loss, head, [(X, y)], fisher_type="type-2")
+risk = EmpiricalRisk(model, loss, [(X, y)], head)
+H = GGN(risk).shift(DECAY)
+E = curvature(risk, EKFAC, separate_weight_and_bias=True)
 for name, P in ("no preconditioner", None), ("EKFAC's inverse", E.inverse(damping=DECAY)):
     inverse = CGInverseLinearOperator(H, tolerance=1e-6, preconditioner=P)
     solution = inverse @ grad(lambda p: losses(p, X_test[one], y_test[one]).sum())(minimum)

@@ -22,7 +22,13 @@ from sklearn.metrics import roc_auc_score
 from style import COLORS, legend, panel, write
 from torch import nn
 
-from curvlinops_plus import EKFACLinearOperator, Laplace
+from curvlinops_plus import (
+    EKFAC,
+    BlockwiseLinearOperator,
+    EmpiricalRisk,
+    Laplace,
+    curvature,
+)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
@@ -36,7 +42,6 @@ convolutions = (
     nn.Tanh(),
 )
 model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(256, 10)).to(device, torch.float64)
-params = dict(model.named_parameters())
 
 
 def report(K):
@@ -51,7 +56,7 @@ if sys.argv[1:]:  # the second process: a file and a model, no data
     saved = torch.load(sys.argv[1], map_location=device)
     model.load_state_dict(saved["model"])
     print("in a new process: ", end="")
-    report(EKFACLinearOperator.from_state_dict(saved["K"], model, params, data=None))
+    report(BlockwiseLinearOperator.from_state_dict(saved["K"], model))
     sys.exit()
 
 # 300 digits for training, 500 for testing, and these again with their pixels shuffled, each by
@@ -75,7 +80,8 @@ for _ in range(100):
     loss(model(X[train]), y[train]).backward()
     optimizer.step()
 
-K = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2", progressbar=True)
+risk = EmpiricalRisk(model, loss, data, progressbar=True)
+K = curvature(risk, EKFAC, separate_weight_and_bias=True)  # a block for each parameter
 report(K)
 
 v = torch.ones(K.shape[1], dtype=K.dtype, device=device)

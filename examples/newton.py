@@ -18,7 +18,7 @@ from style import legend, panel, write
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from curvlinops_plus import CurvatureWarning, HessianLinearOperator
+from curvlinops_plus import CurvatureWarning, EmpiricalRisk, Hessian
 from curvlinops_plus.linalg import cg
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
@@ -50,11 +50,9 @@ def adam(lr, passes):
 
 
 def newton(theta, passes):
-    (value, g), damping, H = (
-        evaluate(theta),
-        1e-3,
-        HessianLinearOperator(model, loss, params, [(X, y)]),
-    )
+    value, g = evaluate(theta)
+    damping = 1e-3
+    H = Hessian(EmpiricalRisk(model, loss, [(X, y)]))
     path = [(passes := passes + 1, g.norm().item())]
     while passes < STOP and g.norm() > 1e-11:
         vector_to_parameters(theta, params)

@@ -16,10 +16,12 @@ from style import legend, panel, write
 from torch import Generator, nn
 
 from curvlinops_plus import (
-    EKFACLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-    KFACLinearOperator,
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalRisk,
+    Hessian,
+    curvature,
 )
 from curvlinops_plus.estimate import (
     lanczos_approximate_log_spectrum,
@@ -36,9 +38,9 @@ X, y = torch.tensor(digits.data / 16 - 0.5), torch.tensor(digits.target)
 model = nn.Sequential(
     nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)
 ).double()
-params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+loss = nn.CrossEntropyLoss()
 
-optimizer = torch.optim.Adam(params, lr=1e-2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for _ in range(150):
     optimizer.zero_grad()
     batch = torch.randint(len(X), (200,))
@@ -46,13 +48,10 @@ for _ in range(150):
     optimizer.step()
 print(f"accuracy {(model(X).argmax(1) == y).double().mean():.3f}, loss {loss(model(X), y):.3f}")
 
-data = list(zip(X.split(600), y.split(600), strict=True))
-H, G = (
-    HessianLinearOperator(model, loss, params, data),
-    GGNLinearOperator(model, loss, params, data),
-)
-K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
-E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2")
+risk = EmpiricalRisk(model, loss, list(zip(X.split(600), y.split(600), strict=True)))
+H, G = Hessian(risk), GGN(risk)
+K = curvature(risk, KFAC, separate_weight_and_bias=True)
+E = curvature(risk, EKFAC, separate_weight_and_bias=True)
 eigenvalues, densities = panel(), panel()
 FLOOR = 1e-5  # added to |λ| on the logarithmic axis: where the zeros are drawn
 

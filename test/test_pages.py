@@ -1,5 +1,5 @@
-"""The code of README and of every page of docs/ runs as it is pasted, block after block, and prints
-what the page says. With an emulated GPU new tensors are on it, as after `set_default_device`.
+"""The code of README, of every page of docs/ and of the notebooks of examples/ runs as it is pasted,
+block after block, and prints what the page says. With an emulated GPU new tensors are on it, as after `set_default_device`.
 
 A page is one namespace. What a block prints is compared with the ```text block that follows it, if
 one does. Blocks of another language than `python` (such as `py`, code of other libraries) are shown
@@ -9,6 +9,7 @@ and not run.
 from __future__ import annotations
 
 import doctest
+import json
 import math
 import re
 import warnings
@@ -27,6 +28,7 @@ from test.helpers import DEVICE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 #: Pages that import what the package does not need.
 NEEDS = {
     "huggingface": ("transformers", "peft", "accelerate"),
@@ -55,6 +57,17 @@ def blocks(page: str) -> list[tuple[str, str | None]]:
         "a block of code begins and ends with a line of its own"
     )
     return found
+
+
+def cells(notebook: str) -> str:
+    """The code of a notebook and what it printed, as a page."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        if cell["cell_type"] == "code":
+            printed = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+            said = f"```text\n{printed}```\n" if printed else ""
+            parts.append(f"```python\n{''.join(cell['source'])}\n```\n{said}")
+    return "".join(parts)
 
 
 def agrees(expected: str, printed: str) -> bool:
@@ -121,6 +134,19 @@ def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     else:
         with DEVICE:
             run(path.read_text(encoding="utf-8"), path.stem)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")  # nothing is shown
+    pytest.importorskip("matplotlib")
+    if emulator.is_installed():
+        pytest.skip("its data are on the CPU")
+    page = cells(path.read_text(encoding="utf-8"))
+    assert len(blocks(page)) > 5
+    assert sum(expected is not None for _, expected in blocks(page)) > 5
+    run(page, path.stem)
 
 
 def test_code_fits_the_column_of_the_site() -> None:

@@ -63,6 +63,7 @@ def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     pages = {path.name for path in DOCS.glob("*.md")} | {
         "gallery.md",
         "reference/index.md",
+        *(path.removesuffix(".ipynb") + ".md" for path in hooks.NOTEBOOKS),
         *hooks.TEXTS.values(),
     }
     pages |= {f"reference/{page}.md" for page in hooks.REFERENCE}
@@ -76,6 +77,49 @@ def test_every_example_has_a_card_and_a_page(hooks: ModuleType) -> None:
         if name in hooks.docstring(path):  # says how it is started: no helper of others
             assert f"({hooks.site_path(name)})" in gallery, name
         assert path.read_text(encoding="utf-8") in hooks.example_page(name)
+
+
+def test_cards_and_other_words_are_of_pages_that_exist(hooks: ModuleType) -> None:
+    for page, image, _, _ in hooks.CARDS:
+        assert (DOCS / f"{page}.md").is_file(), page
+        assert (DOCS / f"{image}.png").is_file(), image
+    assert [page for page in hooks.SYNONYMS if not (DOCS / page).is_file()] == []
+    assert hooks._PLACE_OF_CARDS in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_alerts_become_admonitions(hooks: ModuleType) -> None:
+    page = "Before.\n\n> [!WARNING]\n> **One.** Two\n> three.\n\n> a quotation\n"
+    expected = "Before.\n\n!!! warning\n\n    **One.** Two\n    three.\n\n> a quotation\n"
+    assert hooks.admonitions(page) == expected
+    kinds = {"NOTE", "TIP", "WARNING", "IMPORTANT"}
+    for path in [*DOCS.glob("*.md"), ROOT / "README.md"]:
+        used = re.findall(r"\[!(\w+)\]", path.read_text(encoding="utf-8"))
+        assert set(used) <= kinds, path.name
+
+
+def test_formulas_become_mathml(hooks: ModuleType) -> None:
+    pytest.importorskip("latex2mathml")
+    html = r'<p>Of <span class="arithmatex">\(a &lt; b\)</span>.</p>'
+    drawn = hooks.on_page_content(html, None, None, None)
+    assert "<math" in drawn
+    assert "arithmatex" not in drawn
+    assert "<mi>a</mi><mo>&#x0003C;</mo><mi>b</mi>" in drawn
+
+
+def test_a_line_in_italics_below_a_picture_is_its_caption(hooks: ModuleType) -> None:
+    picture = '<p><img alt="A" src="a.png">\n<em>What it shows.</em></p>'
+    figure = hooks.on_page_content(picture, None, None, None)
+    assert figure.startswith("<figure><img")
+    assert "<figcaption>What it shows.</figcaption></figure>" in figure
+    alone = '<p><img alt="A" src="a.png"></p>'
+    assert hooks.on_page_content(alone, None, None, None) == alone
+
+
+def test_pictures_come_from_the_site(hooks: ModuleType) -> None:
+    """Nothing is loaded from other hosts."""
+    for path in [*DOCS.glob("*.md"), *(ROOT / name for name in hooks.TEXTS)]:
+        assert re.findall(r"!\[[^]]*\]\(\w+:", path.read_text(encoding="utf-8")) == [], path.name
+    assert "url(" not in (DOCS / "site.css").read_text(encoding="utf-8")
 
 
 def test_links_lead_to_files(hooks: ModuleType) -> None:

@@ -5,7 +5,7 @@ posterior.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,13 +120,13 @@ class Laplace:
 
     def __init__(
         self,
-        K: Any,
+        K: LinearOperator,
         prior_precision: Precision | Laplace = 1.0,
         noise: float | Tensor | None = None,
         *,
         prior_mean: Mean | None = None,
         temperature: float = 1.0,
-        subnetwork: Any = None,
+        subnetwork: str | Sequence[Any] | Tensor | None = None,
         max_bytes: int = 2**28,
     ) -> None:
         self.K = K
@@ -135,9 +135,10 @@ class Laplace:
         self._parameters = parameters_of(K)
         require_present(self.risk, self._parameters, "K")
         totals = _loss_totals(self.risk)
-        if getattr(K, "examples", totals.examples) != totals.examples:
+        examples = getattr(K, "examples", totals.examples)
+        if examples != totals.examples:
             raise ValueError(
-                f"K was computed from {K.examples} examples, and the data of its risk now have "
+                f"K was computed from {examples} examples, and the data of its risk now have "
                 f"{totals.examples}; Laplace needs the curvature of all data."
             )
         (loss,) = self.risk.losses
@@ -567,7 +568,7 @@ def _risk_for_posterior(K: Any) -> EmpiricalRisk:
     if not isinstance(K, (BlockwiseLinearOperator, GGN)):
         raise TypeError(
             "Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a "
-            f"{type(K).__name__}. For a part K[i, i] say Laplace(K, subnetwork=i)."
+            f"{type(K).__name__}. For a part K[i, i] use Laplace(K, subnetwork=i)."
         )
     if isinstance(K, BlockwiseLinearOperator) and float(K.scale) != 1:
         raise ValueError(

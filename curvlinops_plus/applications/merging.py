@@ -13,6 +13,7 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.layer.kept import module_copy
 from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
+from curvlinops_plus.linalg.damping import Damping
 from curvlinops_plus.options import instance
 from curvlinops_plus.risk.parameters import inner_model
 
@@ -20,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def merge(
-    models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damping: Any = None
+    models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damping: Damping | None = None
 ) -> Model:
     """One network from several of the same architecture: `θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k -
     θ̄)`.

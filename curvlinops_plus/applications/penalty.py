@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class QuadraticPenalty:
     def __init__(
         self,
         K: LinearOperator,
-        at: Any = None,
+        at: Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None = None,
         strength: float = 1.0,
         *,
         params: Mapping[str, Tensor] | None = None,

@@ -1,6 +1,6 @@
 """Block-diagonal curvature, a block or a few for each layer, from sums over the data."""
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Needs
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Choice, Choices, Needs
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.blocks.ekfac import EKFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
@@ -25,6 +25,8 @@ __all__ = [
     "Approximation",
     "BlockwiseLinearOperator",
     "Checkpoint",
+    "Choice",
+    "Choices",
     "CurvatureEstimator",
     "DiagonalBlock",
     "FullBlock",

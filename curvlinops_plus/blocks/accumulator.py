@@ -413,3 +413,12 @@ class Approximation:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
+
+
+Choice = type[Accumulator] | Approximation | str
+"""What one layer gets: `KFAC`, "kfac", or with options `KFAC.using(kfac_approx="reduce")`."""
+
+Choices = Choice | Mapping[Any, Choice]
+"""What the layers of a risk get: one `Choice` for all, or a mapping from names of layers, globs and
+types of modules to one.
+"""

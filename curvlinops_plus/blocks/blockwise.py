@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Choice, Choices
 from curvlinops_plus.blocks.approximations import APPROXIMATIONS
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
@@ -41,7 +41,7 @@ from curvlinops_plus.linalg import (
     heuristic_damping,
 )
 from curvlinops_plus.linalg.checksums import sealed
-from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg.damping import Damping, HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.fields import reading
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.linalg.stacks import joined_dampings, lay_together
@@ -110,9 +110,9 @@ class BlockwiseLinearOperator(Deferred):
     def __init__(
         self,
         risk: EmpiricalRisk,
-        approximation: Any = KFAC,
+        approximation: Choices = KFAC,
         *,
-        default: Any = KFAC,
+        default: Choice = KFAC,
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         check_deterministic: bool | None = None,
@@ -301,7 +301,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def inverse(
         self,
-        damping: Any = 0.0,
+        damping: Damping = 0.0,
         *,
         use_heuristic_damping: bool = False,
         min_damping: float = 1e-8,
@@ -633,9 +633,9 @@ class BlockwiseLinearOperator(Deferred):
 @takes_risk
 def curvature(
     risk: EmpiricalRisk,
-    approximation: Any = KFAC,
+    approximation: Choices = KFAC,
     *,
-    default: Any = KFAC,
+    default: Choice = KFAC,
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
     check_deterministic: bool | None = None,

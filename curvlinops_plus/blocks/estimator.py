@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from curvlinops_plus.blocks.accumulator import Choice, Choices
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import Plan, plan_table
@@ -22,7 +23,7 @@ from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedEr
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.checksums import sealed
-from curvlinops_plus.linalg.damping import check_damping
+from curvlinops_plus.linalg.damping import Damping, check_damping
 from curvlinops_plus.linalg.fields import Fields
 from curvlinops_plus.options import flag, number
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
@@ -147,13 +148,13 @@ class CurvatureEstimator:
     def __init__(
         self,
         risk: EmpiricalRisk,
-        approximation: Any = KFAC,
+        approximation: Choices = KFAC,
         *,
-        default: Any = KFAC,
+        default: Choice = KFAC,
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         decay: float = 1.0,
-        damping: Any = 0.0,
+        damping: Damping = 0.0,
         leave_out_uncalled: bool = False,
     ) -> None:
         _check_decay(decay)
@@ -545,7 +546,7 @@ class CurvatureEstimator:
         """
         return [layer.name for layer in self._sums.layers if layer in self._sums.withdrawn]
 
-    def refresh(self, damping: Any = None) -> None:
+    def refresh(self, damping: Damping | None = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
         Collective.
 
@@ -562,7 +563,9 @@ class CurvatureEstimator:
         )
         self._sums, self._snapshot, self._inverse, self.damping = renewed
 
-    def _renewed(self, damping: Any) -> tuple[Sums, BlockwiseLinearOperator, LinearOperator, Any]:
+    def _renewed(
+        self, damping: Damping
+    ) -> tuple[Sums, BlockwiseLinearOperator, LinearOperator, Any]:
         """Sums in new bases, the curvature, its inverse, and the damping."""
         processes = self.risk.processes
         processes.same({"the damping": damping})
@@ -601,7 +604,7 @@ class CurvatureEstimator:
             raise ValueError("The estimator was not refreshed yet: call `refresh(damping)` first.")
         return self._snapshot
 
-    def inverse(self, damping: Any = None) -> LinearOperator:
+    def inverse(self, damping: Damping | None = None) -> LinearOperator:
         """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk import EmpiricalRisk, RiskKeywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FisherType(str, Enum):
@@ -47,7 +50,8 @@ def build_risk(
     progressbar: bool = False,
     num_data: int | None = None,
     batch_size_fn: Callable[[Any], int] | None = None,
-    **risk_options: Any,
+    num_per_example_loss_terms: int | None = None,
+    **risk_options: Unpack[RiskKeywords],
 ) -> EmpiricalRisk:
     """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`."""
     return EmpiricalRisk(
@@ -58,5 +62,6 @@ def build_risk(
         progressbar=progressbar,
         num_data=num_data,
         batch_size_fn=batch_size_fn,
+        num_per_example_loss_terms=num_per_example_loss_terms,
         **risk_options,
     )

@@ -33,11 +33,19 @@ from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.damping import check_damping
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.options import flag, integer, number, one_of
-from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
+from curvlinops_plus.risk import (
+    Empirical,
+    Exact,
+    ForwardOnly,
+    Layer,
+    MonteCarlo,
+    RiskKeywords,
+    Vectors,
+)
 from curvlinops_plus.risk.parameters import fingerprint
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 class KFACLinearOperator(BlockwiseLinearOperator):
@@ -127,7 +135,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         owned: bool = False,
         max_bytes: int | None = None,
         offload: str | torch.device | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         fisher_type = FisherType(one_of("fisher_type", fisher_type, *names_of(FisherType)))
         kfac_type = KFACType(one_of("kfac_approx", kfac_approx, *names_of(KFACType)))
@@ -633,7 +641,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         batch_size_fn: Callable[[Any], int] | None = None,
         mc_samples: int = 0,
         seed: int = 2147483647,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         flag("check_deterministic", check_deterministic)
         integer("mc_samples", mc_samples, low=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -11,7 +11,10 @@ from curvlinops_plus.classic.arguments import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
 from curvlinops_plus.linalg.arithmetic import Adjoint
 from curvlinops_plus.options import instance, integer
-from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
+from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, RiskKeywords, Vectors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Params = Sequence[Tensor | str] | Mapping[str, Tensor]
 
@@ -71,7 +74,7 @@ class GGNLinearOperator(GGN):
         mc_samples: int = 0,
         seed: int = 2147483647,
         chunk_size: int | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         if block_sizes is not None:
             raise ValueError(
@@ -163,7 +166,7 @@ class FisherMCLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         risk = build_risk(
             model_func,
@@ -208,7 +211,7 @@ class HessianLinearOperator(Hessian):
         num_data: int | None = None,
         block_sizes: Sequence[int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         risk = build_risk(
             model_func,
@@ -264,7 +267,7 @@ class JacobianLinearOperator(Jacobian):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         unused = nn.MSELoss()  # never evaluated: a risk needs one
         risk = build_risk(
@@ -299,7 +302,7 @@ class TransposedJacobianLinearOperator(Adjoint):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         options = {
             "num_data": num_data,
@@ -355,7 +358,7 @@ class GGNFactorLinearOperator(GGNFactor):
         *,
         vectors: Vectors | str | None = None,
         chunk_size: int | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         risk = build_risk(
             model_func,
@@ -407,7 +410,7 @@ class ActivationHessianLinearOperator(ActivationHessian):
         check_deterministic: bool = True,
         num_data: int | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
-        **risk_options: Any,
+        **risk_options: Unpack[RiskKeywords],
     ) -> None:
         instance("model_func", model_func, nn.Module, "a torch.nn.Module")
         params = dict(model_func.named_parameters())

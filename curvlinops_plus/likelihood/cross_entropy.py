@@ -249,7 +249,7 @@ class CrossEntropy(Likelihood):
         return h.sqrt()
 
 
-_LAST = "For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`."
+_LAST = "For classes along the last axis, pass `output=lambda out: out.movedim(-1, 1)`."
 
 
 def _cumsum(t: Tensor) -> Tensor:

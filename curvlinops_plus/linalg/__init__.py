@@ -6,7 +6,12 @@ from __future__ import annotations
 
 from curvlinops_plus.linalg.arithmetic import Adjoint, Deferred, Product, Scaled, Sum
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
+from curvlinops_plus.linalg.damping import (
+    Damping,
+    HeuristicDamping,
+    RelativeDamping,
+    heuristic_damping,
+)
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.inverses import (
@@ -35,6 +40,7 @@ __all__ = [
     "Adjoint",
     "BlockDiagonal",
     "CGInverseLinearOperator",
+    "Damping",
     "Deferred",
     "Dense",
     "Diagonal",

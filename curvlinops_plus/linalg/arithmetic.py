@@ -17,7 +17,7 @@ from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
 
 class Sum(LinearOperator):
-    """`A + B`."""
+    """The sum `A + B`."""
 
     # The trace and the diagonal are linear; eigenvalues, determinant and inverse are not.
 
@@ -53,7 +53,7 @@ class Sum(LinearOperator):
 
 
 class Product(LinearOperator):
-    """`A B`."""
+    """The product `A B`."""
 
     _made_of = ("A", "B")
 
@@ -94,8 +94,8 @@ class Adjoint(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """`c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes it
-    indefinite.
+    """The matrix `c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes
+    it indefinite.
     """
 
     _made_of = ("A", "c", "delta")

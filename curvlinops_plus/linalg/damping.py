@@ -30,6 +30,9 @@ from curvlinops_plus.options import number
 Scalar = float | Tensor
 Rule = Callable[[Any], Any]  # a number, or a pair for the factors of a Kronecker product
 Damping = Scalar | Rule | tuple[Any, Any] | Mapping[str, Any]
+"""What is added to a matrix: a number or a rule such as `RelativeDamping(0.1)`, for blocks also one
+of each by name; for a Kronecker product a pair, one for each factor.
+"""
 
 
 @dataclass(frozen=True)

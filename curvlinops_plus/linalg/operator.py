@@ -58,7 +58,7 @@ _ADVICE = {
 
 
 class LinearOperator(ABC):
-    """A matrix `[m, n]` that is multiplied with and need not be formed.
+    """A matrix `[m, n]` known by its products with vectors; it need not be formed.
 
     `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors
     `[*shape]` or `[*shape, K]`, and returns the container type it was given; or another operator.

@@ -5,7 +5,7 @@ from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers
 from curvlinops_plus.risk.losses import Totals
 from curvlinops_plus.risk.parameters import named_params
-from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.risk import AllRiskKeywords, EmpiricalRisk, Loss, RiskKeywords
 from curvlinops_plus.risk.vectors import (
     CurvaturePropagation,
     Draws,
@@ -18,6 +18,7 @@ from curvlinops_plus.risk.vectors import (
 )
 
 __all__ = [
+    "AllRiskKeywords",
     "CurvaturePropagation",
     "Draws",
     "Empirical",
@@ -27,8 +28,10 @@ __all__ = [
     "Group",
     "Layer",
     "LayerBatch",
+    "Loss",
     "ModuleUse",
     "MonteCarlo",
+    "RiskKeywords",
     "Totals",
     "Vectors",
     "as_vectors",

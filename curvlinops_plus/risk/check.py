@@ -103,7 +103,7 @@ def check_batch(
     if batch_norms and recorder.repeatable:
         raise UnsupportedError(
             f"{[*batch_norms]} are batch norm in training mode: the examples of a batch depend on "
-            "each other. Call model.eval() first, or say EmpiricalRisk(..., check=False)."
+            "each other. Call model.eval() first, or pass EmpiricalRisk(..., check=False)."
         )
     untracked = [name for name, norm in batch_norms.items() if norm.running_mean is None]
     if untracked:

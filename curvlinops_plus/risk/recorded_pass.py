@@ -307,7 +307,7 @@ class RecordedPass:
         return OutsideReads(
             f"{use.title} {fact} in a batch of {self.num_examples} examples: expected "
             "floating-point numbers, whose first axis carries the examples, or a multiple of "
-            f"them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
+            f"them. If another does, pass EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
             "A table for all examples, as of positions, needs an axis of size 1 for them, as "
             f"embedding(places[None]). Or leave its parameters {list(use.keys.values())} out of "
             "`params`.",

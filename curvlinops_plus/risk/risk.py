@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from reprlib import repr as shortened
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,34 @@ _FOR_OPERATORS = {
     "value",
     "whole",
 }
+
+
+Loss = nn.Module | Callable[..., Any] | Mapping[Any, Any] | Sequence[Any]
+"""A loss, or several: a dict or sequence like the model's output, of losses or of pairs of a loss
+and its weight.
+"""
+
+
+class RiskKeywords(TypedDict, total=False):
+    """Options of `EmpiricalRisk` that other classes take, too."""
+
+    output: Callable[[Any], Any] | None
+    mask: Callable[[Any, Any], Tensor] | None
+    example_axis: Mapping[str, int] | None
+    shift_labels: bool | None
+    reduction: str | None
+    check: bool | str
+    weight: Callable[..., Any] | None
+    processes: Processes | None
+
+
+class AllRiskKeywords(RiskKeywords, total=False):
+    """All options of `EmpiricalRisk`."""
+
+    batch_size_fn: Callable[[Any], int] | None
+    num_data: int | None
+    num_per_example_loss_terms: int | None
+    progressbar: bool
 
 
 class EmpiricalRisk(ModelParameters):
@@ -181,7 +209,7 @@ class EmpiricalRisk(ModelParameters):
     def __init__(
         self,
         model: ModelOrFunction,
-        loss: nn.Module | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
+        loss: Loss,
         data: Iterable[Any],
         params: Sequence[Tensor | str] | Mapping[str, Tensor] | None = None,
         *,

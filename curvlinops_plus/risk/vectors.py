@@ -132,7 +132,7 @@ def _each_term(v: Tensor) -> Iterator[Tensor]:  # [N, R, C] -> R of them
 
 @dataclass(frozen=True)
 class Exact(Vectors):
-    """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without
+    """Sends the columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without
     noise.
 
     Args:
@@ -194,7 +194,7 @@ class Exact(Vectors):
 
 @dataclass(frozen=True)
 class CurvaturePropagation(Vectors):
-    """Columns of a root of the loss Hessian, each with a random sign, all added up into one vector.
+    """Sends columns of a root of the loss Hessian, each with a random sign, all added up into one.
 
     Unbiased for the generalized Gauss-Newton matrix, with one backward pass per sample whatever the
     number of classes and loss terms. Exact where there is one column in all: one loss term per
@@ -238,8 +238,8 @@ class CurvaturePropagation(Vectors):
 
 @dataclass(frozen=True)
 class MonteCarlo(Vectors):
-    """Gradients at labels sampled from the model's own predictive distribution: the Fisher matrix,
-    unbiased.
+    """Sends gradients at labels sampled from the model's own predictive distribution: the Fisher
+    matrix, unbiased.
 
     Args:
         samples: Number of samples; each is one backward pass.
@@ -273,7 +273,7 @@ class MonteCarlo(Vectors):
 
 @dataclass(frozen=True)
 class Empirical(Vectors):
-    """The gradient of the loss at the labels in the data: the empirical Fisher.
+    """Sends the gradient of the loss at the labels in the data: the empirical Fisher.
 
     Args:
         per_term: Take each loss term's gradient by itself instead of the sum over an example's
@@ -308,7 +308,7 @@ class Empirical(Vectors):
 
 @dataclass(frozen=True)
 class ForwardOnly(Vectors):
-    """Nothing: the gradient factor is the identity and no backward pass is run.
+    """Sends nothing back: the gradient factor is the identity and no backward pass is run.
 
     Known as FOOF (Benzing 2022, "Gradient descent on neurons and its link to approximate
     second-order optimization") and ISAAC (Petersen et al. 2023). Only layers with an affine rule

@@ -303,7 +303,7 @@ def test_classes_on_the_last_axis_are_not_read_from_axis_1() -> None:
     """
     model, items = Plain(4, shift=False), texts(4, 4)
     with pytest.raises(
-        (UnsupportedError, ValueError), match=r"Plain computes a loss of its own|say `output="
+        (UnsupportedError, ValueError), match=r"Plain computes a loss of its own|pass `output="
     ):
         EmpiricalRisk(model, CE, items, output=lambda out: out["scores"]).loss()
     moved = EmpiricalRisk(model, CE, items, output=lambda out: out["scores"].movedim(-1, 1)).loss()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
+from curvlinops_plus.blocks.accumulator import Choice, Choices
 from curvlinops_plus.blocks.state import checked
 from curvlinops_plus.blocks.users_pass import PassStart
 from curvlinops_plus.contexts import Endings, GradMode
@@ -34,13 +35,13 @@ from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.progress import shown
-from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk import AllRiskKeywords, EmpiricalRisk, Loss, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import without_names, wrapped_processes
 from curvlinops_plus.risk.preserve import refuse_capture, untraced
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Inverse = Literal["exact", "factored"]
 
@@ -144,12 +145,12 @@ class KFACPreconditioner(TiedOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        loss: Any,
+        loss: Loss,
         damping: float | Callable[[int], float] = 1e-3,
         *,
-        params: Any = None,
-        approximation: Any = KFAC,
-        default: Any = KFAC,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        approximation: Choices = KFAC,
+        default: Choice = KFAC,
         vectors: SentBack | str | None = None,
         decay: float = 0.95,
         statistics_every: int = 1,
@@ -158,7 +159,7 @@ class KFACPreconditioner(TiedOptimizer):
         power: float = -1.0,
         norm_constraint: float | NormConstraint | None = None,
         strict: bool = True,
-        **risk_options: Any,
+        **risk_options: Unpack[AllRiskKeywords],
     ) -> None:
         _refuse_options(inverse, power, decay, strict, risk_options)
         statistics_every = integer("statistics_every", statistics_every, low=1)
@@ -852,14 +853,14 @@ class KFACOptimizer(KFACPreconditioner):
     def __init__(
         self,
         model: nn.Module,
-        loss: Any,
+        loss: Loss,
         lr: float | Literal["adaptive"] = 0.1,
         momentum: float | Literal["adaptive"] = 0.9,
         damping: float | Callable[[int], float] | LevenbergMarquardt = 1e-3,
         *,
-        params: Any = None,
-        approximation: Any = KFAC,
-        default: Any = KFAC,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        approximation: Choices = KFAC,
+        default: Choice = KFAC,
         vectors: SentBack | str | None = None,
         decay: float = 0.95,
         statistics_every: int = 1,
@@ -872,7 +873,7 @@ class KFACOptimizer(KFACPreconditioner):
         reject: float | None = None,
         maximize: bool = False,
         strict: bool = True,
-        **risk_options: Any,
+        **risk_options: Unpack[AllRiskKeywords],
     ) -> None:
         adaptive = "adaptive" in [word for word in (lr, momentum) if isinstance(word, str)]
         if isinstance(norm_constraint, str) and norm_constraint == "auto":
