@@ -131,13 +131,18 @@ class KFACPreconditioner(TiedOptimizer):
     _reject: float | None = None
 
     def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """Look at the model before Python counts arguments: other optimizers take parameters, and
-        no loss.
+        """Look at model and loss before Python counts arguments: other optimizers take parameters,
+        and no loss.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"The model is a {type(model).__name__}; expected the nn.Module itself, before the "
                 f"loss: {cls.__name__}(model, loss, ...). Some of its parameters alone are params=."
+            )
+        if not args and "loss" not in kwargs:
+            raise TypeError(
+                f"{cls.__name__}(model, loss, ...) needs the loss that is minimised, such as "
+                "nn.CrossEntropyLoss(): the curvature is that of the loss."
             )
         return super().__new__(cls)
 
@@ -381,6 +386,7 @@ class KFACPreconditioner(TiedOptimizer):
         if closure is not None:
             with GradMode(True):
                 loss = closure()
+        self._hooks.end_waiting()
         device = self.curvature.risk.device.type
         refuse_capture(device)
         with GradMode(False), full_precision(device):
@@ -459,13 +465,14 @@ class KFACPreconditioner(TiedOptimizer):
                 f"read: {hooks.unreadable}"
             ) from hooks.unreadable
         names = ", ".join(loss.title for loss in self.curvature.risk.losses)
+        miss = f" {hooks.miss}" if hooks.miss else ""
         raise RuntimeError(
-            "No batch was recorded since the last step. Recorded are calls of the model, in "
-            f"training mode and with gradients, and then of {names}, as the optimizer was "
-            "given it, on what the model returned. For losses that are functions, and for "
-            "outputs that are changed before the loss:\n    with optimizer.listen((X, y)):\n   "
-            "     output = model(X)\n    function(output, y).backward()\nstrict=False steps "
-            "with the statistics of before."
+            f"No batch was recorded since the last step.{miss} Recorded are calls of the model, in "
+            f"training mode and with gradients, and then of {names} on what the model returned: "
+            "the module that the optimizer was given, another one with the same options, or their "
+            "function. For other losses, and for outputs that are changed before the loss:\n    "
+            "with optimizer.listen((X, y)):\n        output = model(X)\n    function(output, "
+            "y).backward()\nstrict=False steps with the statistics of before."
         )
 
     def _finish_statistics(self) -> _Recorded:
