@@ -84,7 +84,7 @@ def form_of(f: Tensor, output: Tensor, num_examples: int) -> OutputForm | None:
     changes = []
     shape = tuple(output.shape)
     for node in nodes:
-        axes = _axes_of(node, len(shape))
+        axes = _axes_after(node, len(shape))
         made = node._input_metadata[0]
         shape = tuple(made.shape)
         starts_with_examples = shape and num_examples and shape[0] % num_examples == 0
@@ -111,7 +111,7 @@ def _nodes_between(f: Tensor, output: Tensor) -> list[Any]:
     return nodes[::-1] if node is not None else []
 
 
-def _axes_of(node: Any, ndim: int) -> tuple[int, ...]:
+def _axes_after(node: Any, ndim: int) -> tuple[int, ...]:
     """The axes of a tensor with `ndim` of them in the order in which a node has them."""
 
     def axis(saved: int) -> int:  # negative ones are saved as numbers without sign
