@@ -48,8 +48,9 @@ from curvlinops_plus.options import device_of, flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.found_reads import rebuild_reads
 from curvlinops_plus.risk.function_module import ModelOrFunction
-from curvlinops_plus.risk.function_reads import layers_of, rebuild_reads
+from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.risk.risk import takes_risk
@@ -573,7 +574,7 @@ class BlockwiseLinearOperator(Deferred):
             model, loss, () if data is None else data, params, **state["options"], **risk_options
         )
         with reading(f"{state.title}, 'reads'"):
-            risk.reads = rebuild_reads(risk, plan["reads"])
+            risk.reads = rebuild_reads(risk.params, plan["reads"])
         separate = plan["separate_weight_and_bias"]
         kinds = [*APPROXIMATIONS, *approximations]
         of_layers: dict[str, Approximation] = {}

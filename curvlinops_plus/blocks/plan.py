@@ -21,12 +21,10 @@ from curvlinops_plus.layer.rule import EnclosedRule
 from curvlinops_plus.options import flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, as_vectors
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.found_reads import describe_reads, extent, rebuild_reads
 from curvlinops_plus.risk.function_reads import (
-    describe_reads,
-    extent,
     layers_of,
     look_for_functions,
-    rebuild_reads,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ class Plan:
         widest = max(described, key=extent, default=None)
         if widest == mine:
             return self
-        self.risk.reads = rebuild_reads(self.risk, widest)
+        self.risk.reads = rebuild_reads(self.risk.params, widest)
         if mine is not None and widest is not None and {**mine, "gathered": True} == widest:
             self.reads = self.risk.reads  # of the same layers
             return self

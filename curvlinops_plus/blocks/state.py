@@ -46,7 +46,7 @@ from curvlinops_plus.risk import (
     MonteCarlo,
     Vectors,
 )
-from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
+from curvlinops_plus.risk.found_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, modules_of
 
 VERSION = 1
@@ -267,7 +267,7 @@ def take_state(K: Any, state: Fields) -> None:
     # To have looked and found nothing is not the same as not to have looked.
     if difference(data["reads"], describe_reads(plan.risk.reads)):
         with reading(f"{state.title}, 'reads'"):
-            plan.risk.reads = rebuild_reads(plan.risk, data["reads"])
+            plan.risk.reads = rebuild_reads(plan.risk.params, data["reads"])
         plan = plan.renewed()
     mine = plan_as_data(K, plan)
     if K.adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
 from curvlinops_plus.linalg.layout import Pattern
 from curvlinops_plus.risk.calls import title
+from curvlinops_plus.risk.found_reads import FoundReads, ParameterProduct
 from curvlinops_plus.risk.parameters import common_dtype
 
 
@@ -178,43 +178,6 @@ def find_layers(
             "name of a module. Give it another key in `params`."
         )
     return layers
-
-
-class ParameterProduct(NamedTuple):
-    """A function that multiplies with parameters, or adds them, and the keys of its "weight" and
-    "bias".
-    """
-
-    function: Function
-    keys: dict[str, str]
-
-
-@dataclass(frozen=True, eq=False)
-class FoundReads:
-    """What a forward pass showed of how parameters are read, beyond the types of modules.
-
-    Attributes:
-        products: Functions that read parameters in addition to modules with rules of their own, and
-            instead of modules without.
-        enclosing: Keys of parameters that other functions read outside of the module that holds
-            them, each with the name of the innermost module in which they all are, and that gives
-            their gradients when it runs again.
-        failed: Keys of parameters, each with the names of modules that were run again before, and
-            did not.
-        broadcast: Keys of parameters that functions broadcast over examples, each with where they
-            do.
-        instead: Keys of those of them where this is taken instead of the calls of a module with a
-            rule of its own.
-        gathered: Whether layers see rows that were gathered from those of the examples, as in
-            mixtures of experts: passes follow where rows come from.
-    """
-
-    products: Sequence[ParameterProduct] = ()
-    enclosing: Mapping[str, str] = field(default_factory=dict)
-    failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    broadcast: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    instead: Sequence[str] = ()
-    gathered: bool = False
 
 
 def _with_reads(

@@ -26,7 +26,7 @@ from curvlinops_plus.risk.backward_pass import BackwardPass, Consumer, vectors_t
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import check_batch
-from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews, function_of
+from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Totals

@@ -28,9 +28,9 @@ from curvlinops_plus.risk.batches import (
     prepare_graph,
     refuse_outside_reads,
 )
+from curvlinops_plus.risk.found_reads import FoundReads
 from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
-from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
 from curvlinops_plus.risk.output_forms import in_form
@@ -414,7 +414,7 @@ class EmpiricalRisk(ModelParameters):
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
         with preserve_state(self.model, self.data):
-            return self._value(self.together(partial(loss_pass, self)))
+            return self.value(self.together(partial(loss_pass, self)))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward
@@ -432,9 +432,9 @@ class EmpiricalRisk(ModelParameters):
         with preserve_state(self.model, self.data):
             sums, totals = self.together(partial(gradient_pass, self))
         c = self.scale(totals)
-        return {key: g * c for key, g in sums.items()}, self._value(totals)
+        return {key: g * c for key, g in sums.items()}, self.value(totals)
 
-    def _value(self, totals: Totals) -> Tensor:
+    def value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
         terms = [
             loss.weight * self.scale(totals, k) * totals.losses[k]

@@ -26,8 +26,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
-from curvlinops_plus.risk.function_reads import describe_reads, extent
-from curvlinops_plus.risk.layers import FoundReads
+from curvlinops_plus.risk.found_reads import FoundReads, describe_reads, extent
 from test.cases import close
 from test.helpers import normal
 

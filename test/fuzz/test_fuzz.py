@@ -18,7 +18,7 @@ from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.likelihood.elementwise import MSE
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import EmpiricalRisk, LayerBatch, function_reads
-from curvlinops_plus.risk.layers import FoundReads
+from curvlinops_plus.risk.found_reads import FoundReads
 from test.fuzz import run
 from test.fuzz.limits import LIMITS
 from test.fuzz.run import describe, draw_whole, run_case, run_seed

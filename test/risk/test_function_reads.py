@@ -34,6 +34,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from curvlinops_plus.risk.function_reads import layers_of
 from test.cases import close, same, unchanged
 from test.helpers import normal, seeded
 
@@ -601,6 +602,21 @@ def test_reads_outside_of_the_model_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"layer 'l'.*\['l.weight'\].*something else read"):
         curvature(risk, DiagonalBlock).compute()
+
+
+def test_attention_beside_a_function_that_reads_is_one_use() -> None:
+    """Its rule answers for both products; noted once more they would be calls of their own."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        attended = model.attention(x, x, x, need_weights=False)[0]
+        return F.linear(attended, model.weight).mean(1)
+
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Own(run, attention=attention, weight=(3, 4))
+    data = [(normal(5, 6, 4), normal(5, 3))]
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    names = [[use.name for use in layer.uses] for layer in layers_of(risk)]
+    assert sorted(names) == [["attention.in_proj"], ["attention.out_proj"], ["weight"]]
 
 
 def test_an_attention_module_of_which_a_part_is_never_read() -> None:

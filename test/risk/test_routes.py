@@ -28,7 +28,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import check
-from curvlinops_plus.risk.function_reads import FunctionCalls
+from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
 from test.cases import close, same, unchanged
 from test.helpers import normal, seeded

@@ -1,0 +1,321 @@
+"""A forward pass on a few examples, which shows how parameters are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.contexts import Endings
+from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
+from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.risk.batches import Batch, take_examples
+from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
+from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.preserve import own_calls
+from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.routes import GatheredRows
+from curvlinops_plus.risk.tables import Place, Tables, tensors_in
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A call of a module.
+
+    Attributes:
+        answers: Keys of the parameters that its rule is for.
+        rows: Whether it takes and returns rows of examples; the model itself does.
+    """
+
+    name: str
+    answers: set[str]
+    rows: bool = True
+
+
+@dataclass(frozen=True)
+class ReadProduct:
+    """A function with a rule that multiplies with a weight, or adds a bias: their keys."""
+
+    function: Function
+    weight: str | None
+    bias: str | None
+
+
+@dataclass(eq=False)
+class ParameterRead:
+    """A function that reads a parameter.
+
+    Attributes:
+        frames: The modules that run, outermost first, without the one that answers for the
+            parameter.
+        answered: Whether there is one that answers.
+        product: What it computes, if there is a rule for that.
+        broadcasts: Where it, or a table that is made of what it returns, is broadcast over
+            examples.
+        is_mixed: Whether the parameter or such a table meets examples in any other way.
+    """
+
+    key: str
+    frames: list[_Frame]
+    answered: bool
+    product: ReadProduct | None = None
+    broadcasts: list[Place] = field(default_factory=list)
+    is_mixed: bool = False
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all that the model does with it is broadcasting."""
+        return bool(self.broadcasts) and not self.is_mixed
+
+
+class DryPass:
+    """A forward pass on a few examples, and what reads parameters in it.
+
+    If the input can't be cut, or the model fails on the part, all examples are taken. What has as
+    many rows as there are examples, or a multiple of them, is taken for rows of examples; so their
+    number is chosen by `_few`.
+
+    Args:
+        uses: The modules that hold parameters.
+
+    Attributes:
+        reads: Key to the functions that read the parameter.
+        of_gathered: Keys of the parameters of layers that see gathered rows.
+        moves_rows: Whether layers see rows in another order than that of the examples, or another
+            number of each of them.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
+        self.risk = risk
+        self.uses = uses
+        attention = [use for use in uses if use.function is not None]
+        self._of_attention = {key for use in attention for key in use.keys.values()}
+        few = _few(risk.model, batch)
+        try:
+            self._run(few or batch)
+        except Exception:
+            if few is None:
+                raise
+            self._run(batch)
+
+    def _run(self, batch: Batch) -> None:
+        self.reads: dict[str, list[ParameterRead]] = {}
+        self.of_gathered: set[str] = set()
+        self.moves_rows = False
+        self._rows = GatheredRows(batch.num_examples)
+        self._examples = batch.num_examples
+        self._stack = list[_Frame]()
+        # Frozen ones, too, leave a trace in what is computed from these.
+        self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
+        self._views = ParameterViews(self._free)
+        self._now: dict[str, ParameterRead] = {}
+        self._tables = Tables(self._reads_of)
+
+        def run(model: nn.Module) -> None:
+            self._tables.begin(model.modules())
+            with Endings() as endings:
+                for name, module in model.named_modules():
+                    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        continue
+                    before = own_calls(partial(self._enter, name))
+                    after = own_calls(self._leave)
+                    options = {"always_call": True, "with_kwargs": True}
+                    # Each in one line, between whose parts no interrupt can come.
+                    endings.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                    endings.callback(module.register_forward_hook(after, **options).remove)
+                endings.enter_context(FunctionCalls(self._receive))
+                self.risk.run(batch, model)
+
+        self.risk.at(self._free, run)
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        answers: set[str] = set()
+        for use in self.uses:
+            if use.name == name and use.function is None and not use.without_rule:
+                places = use.places(module)
+                if all(m._parameters.get(n) is self._free[key] for m, n, key in places):
+                    answers |= {*use.keys.values()}
+        self._stack.append(_Frame(name, answers))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+        frame = self._stack.pop()
+        for use in self.uses:
+            rule = use.rule
+            is_called = use.module is module and use.function is None and bool(args or kwargs)
+            if is_called and isinstance(rule, AffineRule):
+                self._look_at_rows(rule.input_of(module, args, kwargs), use.keys.values())
+        frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
+
+    def _look_at_rows(self, x: Tensor, keys: Iterable[str], stacked: bool = False) -> None:
+        """Whether the input of a layer with these parameters was gathered; of a stack also if each
+        example has as many rows, one after the other: they are other positions than the mask's.
+        """
+        if self._rows.places(x) is not None:
+            self.of_gathered |= {*keys}
+            self.moves_rows = self.moves_rows or stacked or self._rows.moves_rows(x)
+
+    def _has_rows(self, tree: Any) -> bool:
+        """Whether some tensor may carry the examples on its first axis or the second."""
+        tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+        sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
+        return any(n and n % self._examples == 0 for n in sizes)
+
+    def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
+        """The read of now of a parameter."""
+        key = self._views.key(t)
+        return None if key is None else (self._now[key],)
+
+    def _receive(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], examples: int | None
+    ) -> Any:
+        """One function call."""
+        inputs = [*tensors_in(args, kwargs)]
+        self._now = {}
+        for t in inputs:
+            key = self._views.key(t)
+            if key is not None and key not in self._now:
+                self._now[key] = self._read(key)
+        masked = mask_to_expand(function, args, kwargs)
+        if masked is not None and self._tables.of(masked[0]):
+            mask, sizes = masked
+            expanded = self._receive(Tensor.expand, (mask, *sizes), {}, examples)
+            return self._receive(function, *with_mask(args, kwargs, expanded), examples)
+        sources = self._tables.of_all(inputs)  # before the call may write to them
+        out = function(*args, **kwargs)
+        self._rows.follow(function, args, kwargs, out)
+        self._views.select(function, args, out)
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        reads = []
+        if self._stack:  # a training loop's pass is recorded in the model, not behind it
+            reads = self._tables.reads(function, args, kwargs, out, self._examples)
+        # Others give shapes, detached copies, and views of parameters.
+        if not reads and all(self._views.key(t) is not None for t in outputs):
+            if not outputs and sources is not None:
+                self._tables.add(out, ())
+            return out
+        for call in affine_calls(function, args, kwargs):
+            product = self._product(call, examples)
+            if product is None:
+                continue
+            keys = self._now.keys() & {product.weight, product.bias}
+            self._look_at_rows(call.input, keys, product.function.stacked)
+            for key, read in self._now.items():
+                if key in (product.weight, product.bias):
+                    read.product = product
+                    in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
+                    read.answered |= in_attention
+        for key, read in self._now.items():
+            self.reads.setdefault(key, []).append(read)
+        if not reads and sources is not None:
+            self._tables.add(out, sources)
+        else:
+            self._note_tables(inputs, reads)
+        # What is expanded is a view of the parameter no more.
+        return out.clone() if reads and out._is_view() else out
+
+    def _read(self, key: str) -> ParameterRead:
+        """The read of a parameter in the modules that run."""
+        answering = [key in frame.answers for frame in self._stack]
+        if any(answering):
+            return ParameterRead(key, self._stack[: answering.index(True)], True)
+        return ParameterRead(key, [*self._stack], False)
+
+    def _note_tables(
+        self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead, Place]]
+    ) -> None:
+        """Note that tables are broadcast in a call, or meet examples in another way."""
+        seen: set[ParameterRead] = set()
+        for table_read, place in reads:
+            for read in self._tables.of(table_read.table) or ():
+                read.broadcasts.append(place)
+                seen.add(read)
+        for t in inputs:
+            for read in self._tables.of(t) or ():
+                read.is_mixed |= read not in seen
+
+    def _product(self, product: AffineCall, examples: int | None) -> ReadProduct | None:
+        """What a call multiplies with or adds, if there is a rule for it and it has rows of
+        examples.
+        """
+        weight = self._views.find(product.weight)
+        bias = self._views.find(product.bias)
+        function: Function | None = function_of(product, weight, bias)
+        if function is None or (examples is None and not self._has_examples(product)):
+            return None
+        if weight is None:
+            if bias is None or function.name not in ("linear", "bias"):
+                return None
+            if bias.matrices is not None and not self._meets_rows(bias.matrices, product.input):
+                return None
+            return ReadProduct(replace(BIAS, stacked=function.stacked), None, bias.key)
+        w = self.risk.params[weight.key]
+        b = None if bias is None else self.risk.params[bias.key]
+        if function.stacked:
+            is_selected = weight.matrices is not None
+            # All of the matrix, and the bias that belongs to it.
+            is_matrix = weight.rows == slice(0, w.shape[1] if is_selected else len(w))
+            if product.of_stack == is_selected:
+                return None
+            if not is_matrix or (bias is not None and bias.matrices is not weight.matrices):
+                return None
+        else:
+            # Rows of a transposed weight are inputs, not outputs.
+            rows = weight.rows
+            if function.transposed:
+                rows = slice(0, 0 if b is None else len(b))
+            if bias is not None and bias.rows != rows:
+                return None
+        try:
+            rule = function.module(w, b)[1]
+            assert isinstance(rule, AffineRule)
+            if not function.stacked:
+                rule.at(weight.rows, len(w))
+        except (ValueError, NotImplementedError):
+            return None
+        return ReadProduct(function, weight.key, None if bias is None else bias.key)
+
+    def _meets_rows(self, index: int | Tensor, x: Tensor) -> bool:
+        """Whether a vector of a stack, or one for each row, is added to what an expert's matrix
+        has returned.
+        """
+        if isinstance(index, Tensor) and len(index) != x.shape[0]:
+            return False
+        return self._rows.places(x) is not None or self._views.selects(index)
+
+    def _has_examples(self, product: AffineCall) -> bool:
+        """Whether the input of a product has rows of examples; what attention multiplies with is an
+        input, too.
+        """
+        if self._views.key(product.input) is not None:
+            return False
+        if self._rows.places(product.input) is not None:
+            return True
+        rows = product.input.shape[int(product.of_stack and product.ends is None)]
+        return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
+
+
+def _few(model: nn.Module, batch: Batch) -> Batch | None:
+    """Some examples of a batch, whose number says of most axes whether they carry examples; None
+    for all.
+
+    The number divides no size of parameters and buffers, and none behind the examples in the input;
+    where there is no such number, it divides as few of them as possible. It is a prime: then it
+    divides no product of such sizes either, as axes have that the model puts together.
+    """
+    numbers = [n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n <= batch.num_examples]
+    if not numbers:
+        return None
+    inputs = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
+    sizes = {size for t in inputs for size in t.shape} - {batch.num_examples}
+    sizes |= {size for t in (*model.parameters(), *model.buffers()) for size in t.shape}
+
+    def confused(number: int) -> int:
+        return sum(size % number == 0 for size in sizes)
+
+    return take_examples(batch, range(min(numbers, key=confused)))
