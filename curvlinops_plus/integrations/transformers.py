@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from curvlinops_plus.optim import KFACPreconditioner
-
 if TYPE_CHECKING:
     from transformers import Trainer  # pyright: ignore[reportMissingImports]
 else:
@@ -49,7 +47,7 @@ class KFACTrainerMixin(Trainer):
         optimizer: Any = self.optimizer
         while hasattr(optimizer, "optimizer"):  # accelerate has put its own around it
             optimizer = optimizer.optimizer
-        if not isinstance(optimizer, KFACPreconditioner):
+        if not hasattr(optimizer, "listen"):
             raise TypeError(
                 f"The optimizer of the trainer is a {type(optimizer).__name__}; expected a "
                 "KFACOptimizer, KFACTrainer(model, ..., optimizers=(KFACOptimizer(model, loss), "
@@ -59,7 +57,7 @@ class KFACTrainerMixin(Trainer):
         with optimizer.listen(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _check_agreement(self, optimizer: KFACPreconditioner) -> None:
+    def _check_agreement(self, optimizer: Any) -> None:
         """Refuse arguments of the trainer that make another loss than the optimizer's."""
         risk = optimizer.curvature.risk
         smoothing = self.args.label_smoothing_factor

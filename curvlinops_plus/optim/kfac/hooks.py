@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.users_pass import PassStart, UsersPass
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.optim.kfac.loss_calls import LossCall, LossFunctions, function_of
+from curvlinops_plus.optim.kfac.loss_calls import LossCall, LossFunctions, function_of_loss
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
 from curvlinops_plus.risk.output_forms import Change, OutputForm, form_of
 from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
@@ -117,7 +117,7 @@ class Hooks:
         self._functions = LossFunctions(self._function)
         handles = []
         #: Whether any of the losses is also a function.
-        self._has_functions = any(map(function_of, losses))
+        self._has_functions = any(map(function_of_loss, losses))
         if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
             handles += [
                 model.register_forward_pre_hook(_hook(self._enter), with_kwargs=True),

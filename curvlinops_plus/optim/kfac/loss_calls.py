@@ -47,11 +47,11 @@ _FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
 _HEARD = tuple(_FUNCTIONS.values())  # which the compiler of PyTorch 2.6 reads, unlike sets
 
 
-def function_of(loss: Any) -> Callable[..., Any] | None:
+def function_of_loss(loss: Any) -> Callable[..., Any] | None:
     """The function that a loss calls with its attributes as options; None of losses of the user's.
 
     Example:
-        >>> function_of(nn.MSELoss()) is F.mse_loss
+        >>> function_of_loss(nn.MSELoss()) is F.mse_loss
         True
     """
     for kind in type(loss).__mro__:
@@ -99,7 +99,7 @@ class LossCall(NamedTuple):
         """
         name = self.function.__name__
         title = type(loss).__name__
-        if function_of(loss) is not self.function:
+        if function_of_loss(loss) is not self.function:
             return f"{name} was called, and not {title}"
         defaults = _signature(self.function).parameters
         came = []
