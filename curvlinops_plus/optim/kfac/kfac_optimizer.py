@@ -285,9 +285,9 @@ class KFACPreconditioner(TiedOptimizer):
     def listen(self, batch: Any) -> Iterator[None]:
         """Record a batch for the statistics of this step from your forward pass.
 
-        For losses that are functions, and models that are called inside of other code: call the
-        model once in here, and go backward afterwards. Several batches before a step are one
-        update, each weighed by its examples.
+        For losses that are not heard, such as those inside of models, and for models that are
+        called inside of other code: call the model once in here, and go backward afterwards.
+        Several batches before a step are one update, each weighed by its examples.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with
@@ -779,11 +779,12 @@ class KFACOptimizer(KFACPreconditioner):
     `momentum`, `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's
     weight and bias) belong in one group.
 
-    Nothing about a training loop changes: hooks on the model and on the loss module record the
-    calls, in training mode with gradients enabled. They are removed by `close()`, at the end of
-    `with KFACOptimizer(...) as optimizer:`, and with the optimizer. For losses that are functions,
-    or outputs that are changed before the loss, see `listen`. Several batches before a step are one
-    update. `step(closure)` is PyTorch's.
+    Nothing about a training loop changes: hooks on the model record its calls, in training mode
+    with gradients enabled, and hear their losses: the modules that were given, others with the same
+    options, or their functions, as `F.cross_entropy(output, y)`; on the output in any shape, order
+    of axes or dtype. They are removed by `close()`, at the end of `with KFACOptimizer(...) as
+    optimizer:`, and with the optimizer. For other losses, and outputs that are changed before the
+    loss, see `listen`. Several batches before a step are one update. `step(closure)` is PyTorch's.
 
     Parameters without gradient, or of layers that no batch has called yet, don't change. Steps that
     don't call a layer don't change its curvature.
