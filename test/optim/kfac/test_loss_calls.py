@@ -456,6 +456,38 @@ def test_forms_of_several_outputs() -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
 
 
+class Positions(Last):
+    """A table of one row, in which the user's pass can't be recorded, and a weight that a function
+    reads.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.table = nn.Embedding(1, 4)
+        self.scale = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, X: Tensor) -> Tensor:
+        return super().forward(
+            F.linear(X, self.scale) + self.table(torch.zeros(1, dtype=torch.long))
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_forms_in_passes_of_our_own() -> None:
+    ends = []
+    for outside in (False, True):
+        model = Positions(None if outside else lambda f: f.squeeze(-1)).double()
+        loss = nn.MSELoss()
+        optimizer = KFACOptimizer(model, loss, **EXACT)
+        for _ in range(3):
+            optimizer.zero_grad()
+            output = model(X)
+            loss(output.squeeze(-1) if outside else output, NUMBERS[:, 0]).backward()
+            optimizer.step()
+        ends.append((flat(model), optimizer.curvature.operator.trace))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
+
+
 def written_to(f: Tensor) -> Tensor:
     return f.squeeze(-1).mul_(2)
 
