@@ -9,6 +9,7 @@ in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,11 +79,47 @@ def form_of(f: Tensor, output: Tensor, num_examples: int) -> OutputForm | None:
     """
     if f is output:
         return ()
-    nodes = _nodes_between(f, output)
-    if not nodes or f.numel() != output.numel():
+    end = output.grad_fn, output.output_nr
+    source, nodes = _source_of(f, end)
+    if source[0] is None:
+        return None
+    if source == end:
+        return _changes(source, nodes, f, num_examples)
+    # An output that was selected may be made again by the loop, in the same way.
+    source_of_output, nodes_of_output = _source_of(output)
+    if source != source_of_output:
+        return None
+    changes = _changes(source, nodes, f, num_examples)
+    alike = changes == _changes(source, nodes_of_output, output, num_examples)
+    return () if changes and alike else None
+
+
+#: A node of a graph and which of its outputs.
+_Source = tuple[Any, int]
+
+
+def _source_of(t: Tensor, end: _Source | None = None) -> tuple[_Source, list[Any]]:
+    """What a tensor was made of by nodes of forms alone, not beyond an end; and these nodes, the
+    first one first.
+    """
+    nodes: list[Any] = []
+    source: _Source = t.grad_fn, t.output_nr
+    while source != end and source[0] is not None:
+        kind = source[0].name()
+        if kind not in _IN_ORDER and kind not in ("PermuteBackward0", "TransposeBackward0"):
+            break
+        nodes.append(source[0])
+        source = source[0].next_functions[0]
+    return source, nodes[::-1]
+
+
+def _changes(source: _Source, nodes: list[Any], f: Tensor, num_examples: int) -> OutputForm | None:
+    """What these nodes do to a source, of which they make `f`; None if it is no form."""
+    node, number = source
+    shape = tuple(node._input_metadata[number].shape)
+    if not nodes or math.prod(shape) != f.numel():
         return None
     changes = []
-    shape = tuple(output.shape)
     for node in nodes:
         axes = _axes_after(node, len(shape))
         made = node._input_metadata[0]
@@ -92,23 +129,6 @@ def form_of(f: Tensor, output: Tensor, num_examples: int) -> OutputForm | None:
             return None
         changes.append(Change(axes, shape[1:], made.dtype))
     return tuple(changes)
-
-
-def _nodes_between(f: Tensor, output: Tensor) -> list[Any]:
-    """The nodes that have made `f` of an output, the first one first; none if others than those of
-    forms have.
-    """
-    nodes: list[Any] = []
-    node = f.grad_fn
-    number = f.output_nr
-    # Nodes may have several outputs.
-    while node is not None and (node, number) != (output.grad_fn, output.output_nr):
-        kind = node.name()
-        if kind not in _IN_ORDER and kind not in ("PermuteBackward0", "TransposeBackward0"):
-            return []
-        nodes.append(node)
-        node, number = node.next_functions[0]
-    return nodes[::-1] if node is not None else []
 
 
 def _axes_after(node: Any, ndim: int) -> tuple[int, ...]:

@@ -73,9 +73,28 @@ def test_outputs_of_one_node_are_told_apart() -> None:
     assert form_of(two.mT, one, 2) is None
     assert form_of(two, one, 2) is None
     assert form_of(two.mT, two, 2) is not None
+    variance, mean = torch.var_mean(output(), 2)
+    assert form_of(mean.view(20), variance, 4) is None
+    assert form_of(mean.view(20), mean, 4) is not None
 
 
 def test_as_many_classes_as_examples() -> None:
     """The transposed output has the examples on another axis."""
     o = 2 * normal(4, 4).requires_grad_()
     assert form_of(o.T, o, 4) is None
+
+
+def test_outputs_that_are_selected_twice() -> None:
+    """What makes the same of one tensor gives the same numbers; parts of it are others."""
+    o = output()
+    for name, make in FORMS.items():
+        form = form_of(make(o), make(o), 4)
+        assert (form == ()) or name == "as it is"
+    assert form_of(o.mT, o.flatten(1), 4) is None
+    assert form_of(o[:, 0], o[:, 1], 4) is None
+    assert form_of(o[:, :1].squeeze(1), o[:, 1:2].squeeze(1), 4) is None
+    assert form_of(o.mT, output().mT, 4) is None
+    leaf = normal(4, 5).requires_grad_()
+    assert form_of(leaf.clone(), leaf, 4) is None
+    assert form_of(leaf.detach().T, leaf.detach(), 4) is None
+    assert form_of(leaf.view(20), leaf, 4) is None

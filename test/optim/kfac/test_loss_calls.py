@@ -456,6 +456,23 @@ def test_forms_of_several_outputs() -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
 
 
+def test_an_output_that_is_selected_and_made_again() -> None:
+    """`output=`, which `warmup` needs, beside a loop that does the same."""
+    ends = []
+    for outside in (False, True):
+        model = Last(None if outside else lambda f: f.squeeze(-1)).double()
+        output = (lambda f: f.squeeze(-1)) if outside else None
+        optimizer = KFACOptimizer(model, nn.MSELoss(), output=output, **LOOKS)
+        optimizer.warmup([(X, NUMBERS[:, 0])])
+        for _ in range(2):
+            optimizer.zero_grad()
+            f = model(X)
+            F.mse_loss(f.squeeze(-1) if outside else f, NUMBERS[:, 0]).backward()
+            optimizer.step()
+        ends.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
+
+
 class Positions(Last):
     """A table of one row, in which the user's pass can't be recorded, and a weight that a function
     reads.
