@@ -77,7 +77,6 @@ from curvlinops_plus.estimate import (
     hutchpp_trace,
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
-    plot_spectrum,
     random_vector,
     spectral_norm,
     top_eigenpairs,
@@ -128,6 +127,7 @@ from curvlinops_plus.optim import (
     fisher_inverse,
     stochastic_reconfiguration,
 )
+from curvlinops_plus.plots import plot_influence, plot_predictions, plot_spectrum, plot_summary
 from curvlinops_plus.risk import (
     CurvaturePropagation,
     Empirical,
@@ -239,7 +239,10 @@ __all__ = [
     "merge",
     "neumann",
     "per_example_gradients",
+    "plot_influence",
+    "plot_predictions",
     "plot_spectrum",
+    "plot_summary",
     "prune",
     "random_vector",
     "register_likelihood",

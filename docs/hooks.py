@@ -144,7 +144,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Block-diagonal curvature",
         "One call, one block for each layer. [Which approximation, when?](../choosing.md)",
         "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity "
-        "BlockwiseLinearOperator Memory blocks.Verification save load",
+        "BlockwiseLinearOperator blocks.Summary Memory blocks.Verification save load",
     ),
     "exact": (
         "Exact operators",
@@ -166,13 +166,18 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "logdet top_eigenpairs spectral_norm condition_number lanczos_approximate_spectrum "
         "lanczos_approximate_log_spectrum LanczosApproximateSpectrumCached "
         "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs "
-        "plot_spectrum random_vector",
+        "random_vector",
     ),
     "applications": (
         "Applications",
         "Functions and small classes made of a risk and an operator.",
         "Laplace applications.Normal attribution_scores self_influence per_example_gradients "
         "linear_datamodeling_score applications.DatamodelingScore prune merge QuadraticPenalty",
+    ),
+    "plots": (
+        "Pictures",
+        "Results drawn with Matplotlib. [How to look at a curvature](../guide.md#look-at-it)",
+        "plot_summary plot_spectrum plot_predictions plot_influence",
     ),
     "training": (
         "Training",
@@ -222,7 +227,7 @@ _OPTIMIZER = "step listen paused warmup state_dict load_state_dict close"
 MEMBERS = {
     "LinearOperator": _OPERATOR,
     "BlockwiseLinearOperator": (
-        "blocks mapping operator compute inverse memory offload split merge verify state_dict "
+        "blocks summary mapping operator compute inverse memory offload split merge verify state_dict "
         "load_state_dict from_state_dict"
     ),
     "CurvatureEstimator": "update listen refresh inverse operator uncalled merge reset state_dict load_state_dict",

@@ -19,7 +19,16 @@ from sklearn.datasets import load_diabetes, load_digits
 from style import COLORS, legend, panel, write
 from torch import nn
 
-from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, Laplace, curvature
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Laplace,
+    curvature,
+    plot_predictions,
+)
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
 torch.set_default_dtype(torch.float64)
@@ -46,22 +55,12 @@ y = X.sin() + 0.1 * torch.randn(60, 1)
 risk = train(network(1, 20, 20, 1), nn.MSELoss(), X, y, 1500)
 la = Laplace(GGN(risk)).fit_prior()
 grid = torch.linspace(-5, 5, 200)[:, None]
-mean, variance = (values[:, 0].detach() for values in la.predict(grid))
 print(f"curve: noise {la.noise:.3f} (true .1), prior precision {la.prior_precision:.3f}")
-ax = panel()
-deviation = 1.96 * variance.sqrt()
-ax.fill_between(
-    grid[:, 0],
-    mean - deviation,
-    mean + deviation,
-    color=COLORS[4],
-    alpha=0.4,
-    label="95 % of Laplace",
+ax = plot_predictions(
+    grid, la.predict(grid), data=(X, y), ax=panel(), label="network, 95 % of Laplace"
 )
-ax.plot(grid, mean, label="network")
 ax.plot(grid, grid.sin(), color=COLORS[1], linestyle="--", label="truth")
-ax.plot(X, y, ".", color=COLORS[6], label="data")
-ax.set(xlabel="input", ylabel="output", ylim=(-4, 4))
+ax.set(ylim=(-4, 4))
 legend(ax)
 write(ax, "laplace")
 

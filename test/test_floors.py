@@ -14,12 +14,12 @@ from test.mutants import __main__ as mutants
 PACKAGE = Path(__file__).parents[1] / "curvlinops_plus"
 
 ROOMS = [
-    ["contexts", "errors", "options", "random_state", "version"],
+    ["contexts", "errors", "options", "progress", "random_state", "version"],
     ["linalg", "distributed"],
     ["estimate", "likelihood", "layer"],
     ["risk"],
     ["exact", "blocks"],
-    ["classic", "optim", "applications", "integrations"],
+    ["classic", "optim", "applications", "integrations", "plots"],
 ]
 FLOORS = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 

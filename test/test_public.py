@@ -31,7 +31,8 @@ SubmatrixLinearOperator TNT TransposedJacobianLinearOperator UnsupportedError Ve
 __version__ approximate_boundaries approximate_boundaries_abs as_vectors attribution_scores cg check_rule
 compute_eigenvalue_correction_linear_weight_sharing condition_number curvature fisher_inverse from_scipy
 hutchinson_diag hutchinson_squared_fro hutchinson_trace hutchpp_trace lanczos_approximate_log_spectrum
-lanczos_approximate_spectrum linear_datamodeling_score load logdet lsmr merge minres neumann per_example_gradients plot_spectrum prune
+lanczos_approximate_spectrum linear_datamodeling_score load logdet lsmr merge minres neumann per_example_gradients
+plot_influence plot_predictions plot_spectrum plot_summary prune
 random_vector register_likelihood register_rule self_influence save spectral_norm split_complex stochastic_reconfiguration
 submatrix top_eigenpairs xdiag xtrace
 """.split()  # noqa: SIM905 (a line for each would be a page)

@@ -45,6 +45,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.options import flag, integer, number, random_generator, tensor_of
+from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -175,6 +176,16 @@ class Laplace:
         self._block_precisions(prior_precision)  # refuses now
         if self._curvature_before is not None:
             self._total()  # refuses now, too
+
+    def __repr__(self) -> str:
+        """The curvature and the hyperparameters that it has now; nothing is computed."""
+        prior = f"prior precision {_shown(self.prior_precision)}"
+        noise = "" if self.noise is None else f", noise {_shown(self.noise)}"
+        return (
+            f"Laplace({len(self._mode)} parameters, {self.risk.losses[0].title})\n"
+            f"  curvature: {self.K.label}\n"
+            f"  {prior}{noise}, temperature {self.temperature:g}"
+        )
 
     # -------------------------------------------------------------------------------- the posterior
     @property
@@ -483,7 +494,7 @@ class Laplace:
         flag("progressbar", progressbar)
         if isinstance(X, (DataLoader, Iterator)):
             predictions = []
-            for item in tqdm(X, "predictions", disable=not progressbar):
+            for item in shown(X, "predictions", progressbar):
                 part = item[0] if isinstance(item, (tuple, list)) else item
                 options = {"samples": samples, "generator": generator}
                 predictions.append(self.predict(part, link, **options))
@@ -541,6 +552,14 @@ class Laplace:
     def _block_precisions(self, prior: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
         return precisions_of(prior, self._blocks).of_blocks()
+
+
+def _shown(numbers: Any) -> str:
+    """A number, or the smallest and the largest of several."""
+    given = numbers.values() if isinstance(numbers, Mapping) else [numbers]
+    tensors = [torch.as_tensor(number).detach().cpu().double().flatten() for number in given]
+    low, high = (float(end) for end in torch.cat(tensors).aminmax())
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def _risk_for_posterior(K: Any) -> EmpiricalRisk:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus.applications.networks import require_own_values, risk_of
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NoClosedForm
+from curvlinops_plus.layer.kept import module_copy
 from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.options import instance
 from curvlinops_plus.risk.parameters import inner_model
@@ -99,7 +99,7 @@ def merge(
         except NoClosedForm:
             tolerance = torch.finfo(total.dtype).eps ** 0.75
             theta = average + cg(total.shift(damping), right_side, tol=tolerance)[0]
-        merged = copy.deepcopy(models[0])
+        merged = module_copy(models[0])
         values = total.in_space.unflatten(theta).values()
         for name, value in zip(names, values):
             merged.get_parameter(name).copy_(value)

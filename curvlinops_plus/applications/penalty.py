@@ -100,11 +100,41 @@ class QuadraticPenalty:
         #: `θ₀` as one vector.
         self.at = vector.squeeze(1).detach().clone()
 
-    def __call__(self) -> Tensor:
-        """The value, 0-d, differentiable in the parameters."""
-        if self._risk is not None:
-            self._risk.require_in_place()
-        return 0.5 * self.strength * self.K.quadratic_form(self._vector() - self.at)
+    def __repr__(self) -> str:
+        return f"QuadraticPenalty({self.K.label}, strength={self.strength:g})"
 
-    def _vector(self) -> Tensor:
-        return torch.cat([p.to(self.K.dtype).flatten() for p in self.params.values()])
+    def __call__(self, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The value, 0-d, differentiable in the parameters.
+
+        Args:
+            params: The present parameters by their names in `K`, for a network that has other ones
+                than when the penalty was made: of a head that has grown, its old rows. Default:
+                those of the network.
+
+        Raises:
+            ValueError: If names or shapes of `params` are others, or without them, if the network
+                has other tensors in place of its parameters.
+        """
+        instance("params", params, Mapping, "a dict of parameters by their names", optional=True)
+        if params is not None:
+            expected = {name: list(p.shape) for name, p in self.params.items()}
+            given = {name: list(p.shape) for name, p in params.items()}
+            wrong = [n for n in {**expected, **given} if expected.get(n) != given.get(n)]
+            if wrong:
+                raise ValueError(
+                    f"Expected parameters of the shapes {expected}, got {given}: {wrong} are "
+                    "others, or missing."
+                )
+        elif self._risk is not None:
+            try:
+                self._risk.require_in_place()
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} Or give the penalty its parameters, penalty(params): of a head that "
+                    "has grown the old rows."
+                ) from error
+        return 0.5 * self.strength * self.K.quadratic_form(self._vector(params) - self.at)
+
+    def _vector(self, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        values = self.params if params is None else params
+        return torch.cat([values[name].to(self.K.dtype).flatten() for name in self.params])

@@ -14,6 +14,7 @@ from curvlinops_plus.blocks.per_example import (
     ScaledIdentity,
 )
 from curvlinops_plus.blocks.plan import Memory
+from curvlinops_plus.blocks.summary import Summary
 from curvlinops_plus.blocks.verify import Verification
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "NearestKronecker",
     "Needs",
     "ScaledIdentity",
+    "Summary",
     "Verification",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "curvature",

@@ -410,27 +410,6 @@ class Approximation:
             if name in kind.readers:
                 kind.readers[name](name, value)
 
-    @classmethod
-    def of(cls, choice: Any) -> Approximation:
-        """Accept an `Approximation` or an `Accumulator` class.
-
-        Raises:
-            ValueError: For anything else.
-        """
-        if isinstance(choice, Approximation):
-            return choice
-        if isinstance(choice, type) and issubclass(choice, Accumulator):
-            return cls(choice)
-        name = choice.__name__ if isinstance(choice, type) else repr(choice)
-        advice = ""
-        if isinstance(choice, str):
-            advice = " Not its name: from curvlinops_plus import KFAC."
-        raise ValueError(
-            f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, "
-            "DiagonalBlock, FullBlock, or one with options such as "
-            f"KFAC.using(kfac_approx='reduce').{advice}"
-        )
-
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.approximations import APPROXIMATIONS
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
@@ -19,7 +20,6 @@ from curvlinops_plus.blocks.plan import (
     plan_table,
 )
 from curvlinops_plus.blocks.state import (
-    APPROXIMATIONS,
     checked,
     description_of,
     from_data,
@@ -27,6 +27,7 @@ from curvlinops_plus.blocks.state import (
     take_state,
     vectors_of,
 )
+from curvlinops_plus.blocks.summary import Summary, summary_of
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import UnsupportedError
@@ -100,10 +101,10 @@ class BlockwiseLinearOperator(Deferred):
     """
 
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
-    adopts_vectors: bool = False
+    _adopts_vectors: bool = False
     #: Whether the blocks were computed from the data of the risk, not from a stream, and not
     #: loaded.
-    of_data: bool = False
+    _of_data: bool = False
 
     @takes_risk
     def __init__(
@@ -158,7 +159,7 @@ class BlockwiseLinearOperator(Deferred):
         self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
-        self.kept_on = device_of("offload", offload)
+        self._kept_on = device_of("offload", offload)
         self._operator: BlockDiagonal | None = None
         #: Sweeps of which some are left.
         self._begun: Sweeps | None = None
@@ -168,7 +169,7 @@ class BlockwiseLinearOperator(Deferred):
         self.parameters: Fingerprint = {}
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Self:
+    def _of_plan(cls, plan: Plan) -> Self:
         """An operator of these layers without blocks."""
         K = cls.__new__(cls)
         K._begin(plan)
@@ -225,7 +226,7 @@ class BlockwiseLinearOperator(Deferred):
         self._adopt(sweeps.blocks, sweeps.totals[0].examples, parameters)
         if self.scale != 1:
             self._operator = self.operator._scale(self.scale)
-        self.of_data = True
+        self._of_data = True
 
     def _adopt(
         self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint
@@ -237,7 +238,7 @@ class BlockwiseLinearOperator(Deferred):
             parameters: The fingerprint of those that they were computed at.
         """
         layouts = {group.name: group.layout for group in self.plan.groups}
-        device = self.kept_on or self.device
+        device = self._kept_on or self.device
         mine = {name: blocks[name].to(device, self.dtype) for name in layouts if name in blocks}
         space = self.risk.space
         if device.type != "cpu":
@@ -280,7 +281,12 @@ class BlockwiseLinearOperator(Deferred):
         """Block name to operator. Blocks are named after layers, or after parameters that have a
         block of their own.
         """
-        return dict(self.operator.blocks)
+        blocks = dict(self.operator.blocks)
+        for group in self.plan.groups:
+            if group.name in blocks:
+                keys = ", ".join(group.keys)
+                blocks[group.name]._of = f"block {group.name!r} ({keys})"
+        return blocks
 
     def _with(self, operator: BlockDiagonal) -> Self:
         other = copy.copy(self)
@@ -425,6 +431,37 @@ class BlockwiseLinearOperator(Deferred):
         """
         return memory_of(self.plan)
 
+    def summary(self, damping: Any = None) -> Summary:
+        """Trace, largest eigenvalue, rank and condition of each block: print it for a table, or
+        make `pandas.DataFrame(K.summary())`.
+
+        Args:
+            damping: What `inverse` takes: then `condition` is that of the damped blocks. None: of
+                the blocks as they are, inf if they are singular.
+
+        Returns:
+            A `Summary`, a tuple with a dictionary for each block.
+
+        Raises:
+            ValueError: If the damping is negative or does not fit the blocks.
+
+        Cost: the eigendecompositions of `inverse`, which are remembered, and one transfer from the
+        device.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from curvlinops_plus import FullBlock, EmpiricalRisk, curvature
+            >>> model = nn.Linear(1, 1)
+            >>> data = [(torch.tensor([[-1.0], [1.0]]), torch.zeros(2, 1))]
+            >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), FullBlock)
+            >>> K.summary(damping=1.0)
+            block    module  parameters    count  trace  largest  rank  condition
+            (model)  Linear  weight, bias      2      4        2     2          1
+            all                                2      4        2     2
+        """
+        return summary_of(self, damping)
+
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
         gradient, loss = self.risk.gradient_and_loss()
@@ -481,7 +518,7 @@ class BlockwiseLinearOperator(Deferred):
             state["blocks"] = {name: sealed(pack(block)) for name, block in blocks.items()}
         return sealed(state)
 
-    def state_parts(self) -> dict[str, dict[str, Any]]:
+    def _state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before
         they are computed.
         """
@@ -514,7 +551,7 @@ class BlockwiseLinearOperator(Deferred):
         state_dict: Mapping[str, Any],
         model: ModelOrFunction,
         data: Iterable[Any] | None = None,
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None = None,
         *,
         loss: Any = None,
         approximations: Iterable[type[Accumulator]] = (),
@@ -588,7 +625,7 @@ class BlockwiseLinearOperator(Deferred):
                     LayerPlan(layer, of_layers[layer.name]).accumulators()
         if vectors is None:
             vectors = vectors_of(plan.part("vectors"))
-        K = cls.of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
+        K = cls._of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
         take_state(K, state)
         return K
 
@@ -613,9 +650,9 @@ def curvature(
     Args:
         risk: Model, loss and data.
         approximation: An approximation for all layers (KFAC, EKFAC, NearestKronecker, TNT,
-            DiagonalBlock, FullBlock, ScaledIdentity, your own `Accumulator`), or a mapping from
-            layer names, globs or module types to one. Exact names come before globs, globs before
-            types.
+            DiagonalBlock, FullBlock, ScaledIdentity, your own `Accumulator`), or its name, as
+            "ekfac"; or a mapping from layer names, globs or module types to one. Exact names come
+            before globs, globs before types.
         default: The approximation of layers that the mapping does not name.
         vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`,
             `Empirical()`, `ForwardOnly()`.

@@ -587,7 +587,7 @@ class CurvatureEstimator:
                 "leave_out_uncalled=True) makes operators of the other layers; `uncalled` lists "
                 f"what is left out, {self.uncalled} now."
             )
-        K = BlockwiseLinearOperator.of_plan(self.plan.only([layer.name for layer in called]))
+        K = BlockwiseLinearOperator._of_plan(self.plan.only([layer.name for layer in called]))
         examples = sum(self.risk.processes.gather(self.examples))
         K._adopt(sums.blocks(), examples, parameters)
         return K
@@ -638,7 +638,7 @@ class CurvatureEstimator:
         if not other.updates:
             return
         mine, theirs = (
-            {**description_of(BlockwiseLinearOperator.of_plan(e.plan))["plan"], "decay": e.decay}
+            {**description_of(BlockwiseLinearOperator._of_plan(e.plan))["plan"], "decay": e.decay}
             for e in (self, other)
         )
         if mismatch := difference(mine, theirs):
@@ -665,7 +665,7 @@ class CurvatureEstimator:
         processes = self.risk.processes
         step, drawn = self._drawn
         updates, examples, drawn = zip(*processes.gather((self.updates, self.examples, drawn)))
-        blank = BlockwiseLinearOperator.of_plan(self.plan)
+        blank = BlockwiseLinearOperator._of_plan(self.plan)
         blank._compute_later()
         state = {
             **description_of(blank),
@@ -716,14 +716,14 @@ class CurvatureEstimator:
             state.number("damping")
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
-            blank = BlockwiseLinearOperator.of_plan(self.plan)
+            blank = BlockwiseLinearOperator._of_plan(self.plan)
             take_state(blank, state)
             snapshot = None
             if state["refreshed"] is not None:
                 refreshed = state.part("refreshed")
                 refreshed.require({"plan", "blocks"})
                 plan = blank.plan.only(refreshed.part("plan").part("layers").data)
-                snapshot = BlockwiseLinearOperator.of_plan(plan)
+                snapshot = BlockwiseLinearOperator._of_plan(plan)
                 take_state(snapshot, checked(refreshed.data, refreshed.title))
         sums = Sums(blank.plan, self._scale)
         sums.load_state_dict(state.part("sums"))

@@ -356,8 +356,8 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """The state in bytes."""
-        if hasattr(self.thing, "state_parts"):
-            parts = self.thing.state_parts()
+        if hasattr(self.thing, "_state_parts"):
+            parts = self.thing._state_parts()
         else:
             parts = {"state": self.thing.state_dict()}
         as_bytes: dict[str, Any] = {}

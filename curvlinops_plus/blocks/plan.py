@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale, Needs
+from curvlinops_plus.blocks.approximations import approximation_of
 from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
@@ -178,11 +179,11 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
         UnsupportedError: If a layer named exactly can't have the approximation asked for.
     """
     rules: dict[Any, Approximation] = {}
-    Approximation.of(default)  # also where no layer gets it
+    approximation_of(default)  # also where no layer gets it
     if isinstance(approximation, Mapping):
-        rules = {key: Approximation.of(value) for key, value in approximation.items()}
+        rules = {key: approximation_of(value) for key, value in approximation.items()}
         approximation = default
-    without_rule = Approximation.of(approximation)
+    without_rule = approximation_of(approximation)
     plan: list[LayerPlan] = []
     for layer in layers:
         keys = _matching_keys(layer, rules) if rules else []

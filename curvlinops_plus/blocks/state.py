@@ -22,15 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Approximation
-from curvlinops_plus.blocks.ekfac import EKFAC
-from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.per_example import (
-    TNT,
-    DiagonalBlock,
-    FullBlock,
-    NearestKronecker,
-    ScaledIdentity,
-)
+from curvlinops_plus.blocks.approximations import APPROXIMATIONS
 from curvlinops_plus.blocks.plan import Plan
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import Diagonal, LinearOperator, Structure
@@ -50,7 +42,6 @@ from curvlinops_plus.risk.found_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, modules_of
 
 VERSION = 1
-APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
 # Options of a risk that a state has.
 _OPTIONS = ("num_data", "num_per_example_loss_terms", "progressbar")
 VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
@@ -270,7 +261,7 @@ def take_state(K: Any, state: Fields) -> None:
             plan.risk.reads = rebuild_reads(plan.risk.params, data["reads"])
         plan = plan.renewed()
     mine = plan_as_data(K, plan)
-    if K.adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
+    if K._adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
         mine["vectors"] = data["vectors"]
         plan.vectors = vectors_of(state.part("plan").part("vectors"), [type(K.vectors)])
     if keys_of(data) != keys_of(mine):

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 from curvlinops_plus.blocks.plan import groups_within
 from curvlinops_plus.blocks.sums import Sums
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.precision import plain_mode
+from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import require_rereadable
@@ -108,8 +108,7 @@ class Sweeps:
         if self.totals:
             require_rereadable(self.risk.data, "another sweep over it is needed")
         if self._kept is not None and all(processes.gather(self._kept.has(sums.stages))):
-            bar = f"{desc} (kept)" if self.risk.options.progressbar else None
-            self._kept.replay(sums.consume, bar)
+            self._kept.replay(sums.consume, f"{desc} (kept)", self.risk.options.progressbar)
         else:
             self._read(sums, desc)
         owners = self.K.plan.owners
@@ -117,7 +116,7 @@ class Sweeps:
         if owners is not None:
             mine = {name for name, rank in owners.items() if rank == processes.rank}
         blocks = sums.finish(self.totals[-1], processes, mine, self._unvisited)
-        if (device := self.K.kept_on) is not None:
+        if (device := self.K._kept_on) is not None:
             blocks = {name: block.to(device, self.risk.dtype) for name, block in blocks.items()}
         self.blocks |= blocks
 
@@ -211,9 +210,9 @@ class Kept:
             self.batches = []
             self._versions = []
 
-    def replay(self, consume: Consumer, bar: str | None) -> None:
-        """Show what was kept once more, under a progress bar of this name."""
-        for batch in tqdm(self.batches, desc=bar, disable=bar is None):
+    def replay(self, consume: Consumer, desc: str, progressbar: bool) -> None:
+        """Show what was kept once more, perhaps under a progress bar of this name."""
+        for batch in shown(self.batches, desc, progressbar):
             with plain_mode(batch.layer.device.type):
                 consume(_copied(batch))
 

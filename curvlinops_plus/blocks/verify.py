@@ -369,7 +369,7 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     operator = K._operator
     ordered = not K.vectors.random or isinstance(data, (list, tuple))
     not_compared = [(name or "(model)", STORED_CHECK, math.nan) for name in K.plan.kept_blocks]
-    if operator is None or not K.of_data or K.risk.processes.world > 1 or not ordered:
+    if operator is None or not K._of_data or K.risk.processes.world > 1 or not ordered:
         return not_compared
     if changed_parameters(K.parameters, fingerprint(K.risk), 1e-12):
         return not_compared

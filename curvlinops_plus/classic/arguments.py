@@ -42,7 +42,7 @@ def names_of(kinds: type[Enum]) -> list[str]:
 def build_risk(
     model_func: nn.Module | Callable[..., Any],
     loss_func: Any,
-    params: Sequence[Tensor] | Mapping[str, Tensor],
+    params: Sequence[Tensor | str] | Mapping[str, Tensor],
     data: Iterable[Any],
     progressbar: bool = False,
     num_data: int | None = None,

@@ -109,7 +109,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         self,
         model_func: nn.Module | Callable[..., Any],
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,
@@ -174,7 +174,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             compute=check_deterministic,
         )
 
-    adopts_vectors = True
+    _adopts_vectors = True
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew from the data; what was there before is dropped."""
@@ -231,7 +231,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         cls,
         state_dict: Mapping[str, Any],
         model_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None,
         data: Iterable[Any] | None,
         check_deterministic: bool = True,
         batch_size_fn: Callable[[Any], int] | None = None,
@@ -415,7 +415,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         self,
         model_func: nn.Module,
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,
@@ -625,7 +625,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         self,
         model_func: nn.Module,
         loss_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor | str] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,

@@ -13,7 +13,7 @@ from curvlinops_plus.linalg.arithmetic import Adjoint
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
-Params = Sequence[Tensor] | Mapping[str, Tensor]
+Params = Sequence[Tensor | str] | Mapping[str, Tensor]
 
 
 class GGNLinearOperator(GGN):

@@ -19,7 +19,6 @@ from curvlinops_plus.estimate.spectrum import (
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
     logdet,
-    plot_spectrum,
 )
 from curvlinops_plus.estimate.trace import (
     hutchinson_diag,
@@ -43,7 +42,6 @@ __all__ = [
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
     "logdet",
-    "plot_spectrum",
     "random_vector",
     "spectral_norm",
     "top_eigenpairs",

@@ -49,6 +49,7 @@ def top_eigenpairs(
     tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
+    progressbar: bool = False,
 ) -> Eigenpairs:
     """The `k` largest eigenvalues of a symmetric matrix, in descending order, and their
     eigenvectors.
@@ -67,6 +68,7 @@ def top_eigenpairs(
             eigenvalue.
         max_iter: Largest number of products, roughly.
         generator: As for `hutchinson_trace`; for the starting vectors.
+        progressbar: Show a bar that counts products.
 
     Returns:
         A named tuple `(eigenvalues [k], eigenvectors [n, k], residuals [k])`.
@@ -84,7 +86,7 @@ def top_eigenpairs(
         >>> values.round(decimals=3)
         tensor([49., 48.])
     """
-    with multiplying(A, "symmetric") as M:
+    with multiplying(A, "symmetric", progressbar) as M:
         k = integer("k", k)
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be at least 1 and at most A's size ({M.shape[0]}).")
@@ -100,6 +102,7 @@ def spectral_norm(
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value of a matrix `[m, n]`, 0-d; of a symmetric one, the largest
     absolute eigenvalue.
@@ -124,7 +127,7 @@ def spectral_norm(
         >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, -4.0, 0.0]])).round(decimals=3)
         tensor(4.)
     """
-    with multiplying(A, "a matrix") as M:
+    with multiplying(A, "a matrix", progressbar) as M:
         flag("return_error", return_error)
         product, power = M.for_singular_values()
         pair = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
@@ -142,6 +145,7 @@ def condition_number(
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value over the smallest, 0-d; inf for a singular matrix.
 
@@ -174,7 +178,7 @@ def condition_number(
         >>> condition_number(torch.diag(torch.tensor([1.0, -2.0, 10.0]))).round(decimals=3)
         tensor(10.)
     """
-    with multiplying(A, "a matrix") as M:
+    with multiplying(A, "a matrix", progressbar) as M:
         flag("return_error", return_error)
         number("tol", tol, low=0)
         max_iter = integer("max_iter", max_iter, low=1)
@@ -217,6 +221,7 @@ def approximate_boundaries(
     boundaries: Boundaries = None,
     *,
     generator: Generator | None = None,
+    progressbar: bool = False,
 ) -> tuple[float, float]:
     """The smallest and the largest eigenvalue of a symmetric matrix, approximately.
 
@@ -226,6 +231,7 @@ def approximate_boundaries(
         tol: Accuracy, relative to the largest absolute eigenvalue; 0 means machine precision.
         boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is.
         generator: As for `hutchinson_trace`; for the starting vectors.
+        progressbar: Show a bar that counts products.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong
@@ -242,7 +248,7 @@ def approximate_boundaries(
     """
     known = known_boundaries(boundaries)
     number("tol", tol, low=0)
-    with multiplying(A, "symmetric") as M:
+    with multiplying(A, "symmetric", progressbar) as M:
         run = boundary_run(M, tol, generator) if None in known else None
         return ends_of_run(M, run, tol, known, generator)
 
@@ -292,12 +298,14 @@ def approximate_boundaries_abs(
     boundaries: Boundaries = None,
     *,
     generator: Generator | None = None,
+    progressbar: bool = False,
 ) -> tuple[float, float]:
     """The smallest and the largest absolute eigenvalue of a symmetric matrix, as
     `approximate_boundaries`.
 
     The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix
-    it can be smaller still. `A`, `tol`, `boundaries`, `generator`, and errors as there.
+    it can be smaller still. `A`, `tol`, `boundaries`, `generator`, `progressbar`, and errors as
+    there.
 
     Example:
         >>> low, high = approximate_boundaries_abs(torch.diag(torch.tensor([-2.0, -1.0, 3.0, 5.0])))
@@ -306,7 +314,7 @@ def approximate_boundaries_abs(
     """
     known = known_boundaries(boundaries)
     number("tol", tol, low=0)
-    with multiplying(A, "symmetric") as M:
+    with multiplying(A, "symmetric", progressbar) as M:
         run = None if known[1] is not None else boundary_run(M, tol, generator)
         return absolute_ends_of_run(M, run, tol, known, generator)
 

@@ -12,13 +12,14 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, cast, 
 
 import torch
 from torch import Generator, Tensor
+from tqdm.auto import tqdm
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.arithmetic import Foreign
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.precision import full_precision
-from curvlinops_plus.options import device_of, instance, integer, random_generator
+from curvlinops_plus.options import device_of, flag, instance, integer, random_generator
 
 BLOCK_BYTES = 2**27  # of random vectors, and what is kept for each, at once
 Arguments = ParamSpec("Arguments")
@@ -79,6 +80,8 @@ class Matrix:
         #: A 0-d tensor of the dtype and device in which to compute.
         self.zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._A = A.to(self.dtype) if isinstance(A, Tensor) else A
+        #: Counts products; `reset(total)` says how many there will be, where that is known.
+        self.bar = tqdm(disable=True)
 
     def rounding(self, terms: int) -> float:
         """Relative rounding error of sums of so many terms in `dtype`, or of a product where that
@@ -96,6 +99,7 @@ class Matrix:
 
     def _product(self, A: Any, X: Tensor) -> Tensor:
         AX = (A @ X.to(A.dtype)).to(self.dtype)
+        self.bar.update(X.shape[1])
         if not torch.isfinite(AX).all():
             raise NumericsError(
                 "A product with A has NaN or infinite entries; look for them in the model and data."
@@ -145,22 +149,27 @@ class Matrix:
 
 
 @contextmanager
-def multiplying(A: Any, form: Form = "square") -> Iterator[Matrix]:
+def multiplying(A: Any, form: Form = "square", progressbar: bool = False) -> Iterator[Matrix]:
     """The matrix, outside of autocast.
+
+    Args:
+        progressbar: Whether to show a bar that counts products with vectors.
 
     Raises:
         NumericsError: Inside, if a product is NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers.
         ValueError: If it does not have this form.
     """
+    flag("progressbar", progressbar)
     M = Matrix(A, form)
-    with full_precision(M.device.type):
+    with full_precision(M.device.type), tqdm(desc="products", disable=not progressbar) as bar:
         asymmetry = M.asymmetry() if form == "symmetric" else 0.0
         if asymmetry > M.eps**0.5:
             raise ValueError(
                 f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {asymmetry:.1e} "
                 "|Av|. Take `(A + A.T) / 2`, or look for randomness such as dropout."
             )
+        M.bar = bar
         yield M
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from math import inf, log, sqrt
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -43,6 +42,7 @@ def logdet(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one,
     `K.shift(δ).logdet`.
@@ -65,6 +65,7 @@ def logdet(
         generator: As for `hutchinson_trace`.
         return_error: Return `(estimate, standard error)` instead of the estimate; NaN of -inf, and
             of one vector.
+        progressbar: Show a bar that counts products.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or has a negative eigenvalue.
@@ -82,10 +83,11 @@ def logdet(
         >>> logdet(A, num_probes=1)  # 6 log 2; signs are exact for a diagonal matrix
         tensor(4.1589)
     """
-    with multiplying(A, "symmetric") as M:
+    with multiplying(A, "symmetric", progressbar) as M:
         n = M.shape[0]
         steps = min(integer("num_steps", num_steps, low=1), n)
         num_probes = integer("num_probes", num_probes, low=1)
+        M.bar.reset(num_probes * steps)
         flag("return_error", return_error)
         fewer = steps if steps == n else max(1, steps - steps // 4)
 
@@ -135,7 +137,9 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     generator: Generator | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_error: bool = False,
+    progressbar: bool = False,
+) -> tuple[Tensor, ...]:
     """The density of the eigenvalues of a symmetric matrix, smoothed (Papyan 2020, algorithm 2).
 
     Args:
@@ -154,10 +158,13 @@ def lanczos_approximate_spectrum(
             the largest absolute eigenvalue; 0 means machine precision.
         generator: Where the random vectors come from, by default PyTorch's global generator. See
             `hutchinson_trace`.
+        return_error: Return the standard error of the density too, by the spread over the random
+            vectors; NaN of one.
+        progressbar: Show bars that count products: those that find boundaries, then the others.
 
     Returns:
-        The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`.
-        The density has integral 1 (what the margin cuts off aside).
+        The grid and the density on it (and its error), `[num_points]` each, on the device and in
+        the dtype of `A`. The density has integral 1 (what the margin cuts off aside).
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong
@@ -179,9 +186,11 @@ def lanczos_approximate_spectrum(
         (1.0, 0.1)
     """
     cached = LanczosApproximateSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar
     )
-    return cached.approximate_spectrum(num_repeats, num_points, kappa, margin)
+    return cached.approximate_spectrum(
+        num_repeats, num_points, kappa, margin, return_error=return_error
+    )
 
 
 def lanczos_approximate_log_spectrum(
@@ -196,7 +205,9 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     generator: Generator | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_error: bool = False,
+    progressbar: bool = False,
+) -> tuple[Tensor, ...]:
     """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section
     C.7).
 
@@ -227,9 +238,11 @@ def lanczos_approximate_log_spectrum(
         (True, 1.0)
     """
     cached = LanczosApproximateLogSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar
     )
-    return cached.approximate_log_spectrum(num_repeats, num_points, kappa, margin, epsilon)
+    return cached.approximate_log_spectrum(
+        num_repeats, num_points, kappa, margin, epsilon, return_error=return_error
+    )
 
 
 class _LanczosRuns:
@@ -245,14 +258,16 @@ class _LanczosRuns:
         boundaries_tol: float = 1e-2,
         *,
         generator: Generator | None = None,
+        progressbar: bool = False,
     ) -> None:
         self.A = A
         self.ncv = integer("ncv", ncv, low=2)
         number("boundaries_tol", boundaries_tol, low=0)
         known = known_boundaries(boundaries)
         self._generator = generator
+        self._progressbar = progressbar
         self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
-        with multiplying(A, "symmetric") as M:
+        with multiplying(A, "symmetric", progressbar) as M:
             run = None
             if None in known:  # the first run may know the ends, too
                 (V,) = M.draws(1, "normal", generator, copies=5)
@@ -271,18 +286,23 @@ class _LanczosRuns:
         num_points: int,
         kappa: float,
         margin: float,
+        return_error: bool,
         epsilon: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The grid with margins, and the mean over runs of the density of bumps at nodes, or at
-        their logarithms.
+        their logarithms; with its standard error if that is asked for.
         """
+        flag("return_error", return_error)
         num_repeats = integer("num_repeats", num_repeats, low=1)
         num_points = integer("num_points", num_points, low=1)
         number("kappa", kappa, above=1)
         number("margin", margin, low=0)
         number("epsilon", epsilon, low=0, optional=True)
-        with multiplying(self.A) as M:
-            for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
+        missing = max(num_repeats - len(self._runs), 0)
+        shows = self._progressbar and missing > 0
+        with multiplying(self.A, "square", shows) as M:
+            M.bar.reset(missing * min(self.ncv, M.shape[0]))
+            for V in M.draws(missing, "normal", self._generator, copies=5):
                 self._run(M, V)
         low, high = self.boundaries
         if epsilon is None:
@@ -299,17 +319,26 @@ class _LanczosRuns:
         high += room
         grid = torch.linspace(low, high, num_points, dtype=torch.float64, device="cpu")
         sigma = (high - low) / (self.ncv - 1) / sqrt(8 * log(kappa))
+        of_runs = torch.zeros(num_repeats, num_points, dtype=torch.float64, device="cpu")
         density = torch.zeros_like(grid)
-        for nodes, weights in self._runs[:num_repeats]:
+        for run, (nodes, weights) in zip(of_runs, self._runs):
             if epsilon is not None:
                 nodes = (nodes.abs() + epsilon).log()
-            density += weights @ torch.exp(-(((grid - nodes[:, None]) / sigma) ** 2) / 2)
-        density /= sigma * sqrt(2 * torch.pi) * num_repeats
+            run += weights @ torch.exp(-(((grid - nodes[:, None]) / sigma) ** 2) / 2)
+            density += run
+        curves = [density]
+        if return_error:
+            # n times the standard error of a mean of n; of one there is none
+            deviation = of_runs.std(0) if num_repeats > 1 else grid * torch.nan
+            curves.append(deviation * sqrt(num_repeats))
+        for curve in curves:
+            curve /= sigma * sqrt(2 * torch.pi) * num_repeats
+            if epsilon is not None:
+                # With respect to λ, not to log λ: dλ = λ d(log λ).
+                curve /= grid.exp()
         if epsilon is not None:
-            # With respect to λ, not to log λ: dλ = λ d(log λ).
             grid = grid.exp()
-            density /= grid
-        return grid.to(M.zero), density.to(M.zero)
+        return tuple(values.to(M.zero) for values in (grid, *curves))
 
 
 class LanczosApproximateSpectrumCached(_LanczosRuns):
@@ -331,13 +360,19 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
     _find = staticmethod(ends_of_run)
 
     def approximate_spectrum(
-        self, num_repeats: int = 1, num_points: int = 1024, kappa: float = 3.0, margin: float = 0.05
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        num_repeats: int = 1,
+        num_points: int = 1024,
+        kappa: float = 3.0,
+        margin: float = 0.05,
+        *,
+        return_error: bool = False,
+    ) -> tuple[Tensor, ...]:
         """The grid and the density; arguments as for `lanczos_approximate_spectrum`.
 
         Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
-        return self._approximate(num_repeats, num_points, kappa, margin)
+        return self._approximate(num_repeats, num_points, kappa, margin, return_error)
 
 
 class LanczosApproximateLogSpectrumCached(_LanczosRuns):
@@ -364,50 +399,12 @@ class LanczosApproximateLogSpectrumCached(_LanczosRuns):
         kappa: float = 3.0,
         margin: float = 0.05,
         epsilon: float = 1e-5,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        return_error: bool = False,
+    ) -> tuple[Tensor, ...]:
         """The grid and the density; arguments as for `lanczos_approximate_log_spectrum`, with
         another default `kappa`.
 
         Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
-        return self._approximate(num_repeats, num_points, kappa, margin, epsilon)
-
-
-def plot_spectrum(
-    spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any
-) -> Any:
-    """Draw a spectral density: `plot_spectrum(lanczos_approximate_spectrum(A, ncv=100),
-    label="Hessian")`.
-
-    The density has a logarithmic axis, down to 1e-8 of the highest peak, since the peak at zero
-    hides all others.
-
-    Args:
-        spectrum: Grid and density, as `lanczos_approximate_spectrum` and its relatives return them.
-        log: Give the eigenvalues a logarithmic axis too, as suits
-            `lanczos_approximate_log_spectrum`.
-        ax: Matplotlib axes to draw on; by default the current ones, `matplotlib.pyplot.gca()`.
-        line: Passed on to `ax.plot`: `label`, `color`, and so on.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: If Matplotlib is not installed.
-
-    Example:
-        >>> from matplotlib.figure import Figure  # doctest: +SKIP
-        >>> density = (torch.linspace(0, 1, 5), torch.tensor([0.0, 1.0, 4.0, 1.0, 0.0]))
-        >>> plot_spectrum(density, ax=Figure().subplots(), label="a peak")  # doctest: +SKIP
-        <Axes: xlabel='eigenvalue', ylabel='density'>
-    """
-    import matplotlib.pyplot as plt
-
-    grid, density = (values.detach().cpu().double().numpy() for values in spectrum)
-    ax = plt.gca() if ax is None else ax
-    ax.plot(grid, density, **line)
-    if log:
-        ax.set_xscale("log")
-    peak = max(curve.get_ydata().max() for curve in ax.lines)
-    ax.set(yscale="log", ylim=(1e-8 * peak, 2 * peak), xlabel="eigenvalue", ylabel="density")
-    return ax
+        return self._approximate(num_repeats, num_points, kappa, margin, return_error, epsilon)

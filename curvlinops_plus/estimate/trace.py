@@ -26,6 +26,7 @@ def hutchinson_trace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, as the mean of `vᵀ A v` over random vectors (Girard 1989; Hutchinson 1989).
 
@@ -45,6 +46,7 @@ def hutchinson_trace(
             neither dtype nor device.
         return_error: Return `(estimate, standard error)` instead of the estimate; the error of one
             draw is NaN.
+        progressbar: Show a bar that counts products.
 
     Raises:
         ValueError: If `A` is not square, `num_matvecs` is below 1 or not below `n`, or the
@@ -63,7 +65,13 @@ def hutchinson_trace(
         True
     """
     return _estimate(
-        A, num_matvecs, distribution, generator, return_error, lambda M, V: (V * M.matmat(V)).sum(0)
+        A,
+        num_matvecs,
+        distribution,
+        generator,
+        return_error,
+        progressbar,
+        lambda M, V: (V * M.matmat(V)).sum(0),
     )
 
 
@@ -75,6 +83,7 @@ def hutchpp_trace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by Hutch++: exact on a subspace, by random vectors on the rest.
 
@@ -105,7 +114,9 @@ def hutchpp_trace(
         probes = probes - Q @ (Q.T @ probes)
         return (Q * M.matmat(Q)).sum() + (probes * M.matmat(probes)).sum(0)
 
-    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, products=3)
+    return _estimate(
+        A, num_matvecs, distribution, generator, return_error, progressbar, sample, products=3
+    )
 
 
 @estimator
@@ -116,6 +127,7 @@ def xtrace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by XTrace: Hutch++ in which every vector serves both purposes.
 
@@ -159,7 +171,9 @@ def xtrace(
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         return inside + outside
 
-    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, products=2)
+    return _estimate(
+        A, num_matvecs, distribution, generator, return_error, progressbar, sample, products=2
+    )
 
 
 @estimator
@@ -170,6 +184,7 @@ def hutchinson_squared_fro(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The sum of the squared entries of `A [m, n]`, 0-d, as the mean of `|A v|²` over random
     vectors.
@@ -198,7 +213,9 @@ def hutchinson_squared_fro(
         product = M.rmatmat(V) if m < n else M.matmat(V)
         return product.square().sum(0)
 
-    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, square=False)
+    return _estimate(
+        A, num_matvecs, distribution, generator, return_error, progressbar, sample, square=False
+    )
 
 
 @estimator
@@ -209,6 +226,7 @@ def hutchinson_diag(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, as the mean of `v * (A v)` over random vectors (Bekas, Kokiopoulou, Saad
     2007).
@@ -228,7 +246,13 @@ def hutchinson_diag(
         tensor([0., 1., 2., 3.])
     """
     return _estimate(
-        A, num_matvecs, distribution, generator, return_error, lambda M, V: V * M.matmat(V)
+        A,
+        num_matvecs,
+        distribution,
+        generator,
+        return_error,
+        progressbar,
+        lambda M, V: V * M.matmat(V),
     )
 
 
@@ -239,6 +263,7 @@ def xdiag(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
+    progressbar: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
 
@@ -274,7 +299,9 @@ def xdiag(
         C = C - S * (S * C).sum(0)
         return inside + V * (AV - Q @ C)
 
-    return _estimate(A, num_matvecs, "rademacher", generator, return_error, sample, products=2)
+    return _estimate(
+        A, num_matvecs, "rademacher", generator, return_error, progressbar, sample, products=2
+    )
 
 
 def _estimate(
@@ -283,6 +310,7 @@ def _estimate(
     distribution: str,
     generator: Generator | None,
     return_error: bool,
+    progressbar: bool,
     sample: Callable[[Matrix, Tensor], Tensor],
     square: bool = True,
     products: int = 1,
@@ -292,7 +320,7 @@ def _estimate(
 
     With one product they come in blocks; with more, all together.
     """
-    with multiplying(A, "square" if square else "a matrix") as M:
+    with multiplying(A, "square" if square else "a matrix", progressbar) as M:
         num = integer("num_matvecs", num_matvecs)
         flag("return_error", return_error)
         if not 0 < num < min(M.shape):
@@ -301,6 +329,7 @@ def _estimate(
             )
         if num % products:
             raise ValueError(f"num_matvecs ({num}) must be divisible by {products}.")
+        M.bar.reset(num)
         vectors = num // products * max(1, products - 1)
         value, error = mean_of_draws(
             M, vectors, distribution, generator, partial(sample, M), int(products == 1)

@@ -67,6 +67,7 @@ class ActivationHessian(RiskOperator):
     """
 
     structure = Structure.SYMMETRIC
+    _sizes = "in_space"
 
     @takes_risk
     def __init__(

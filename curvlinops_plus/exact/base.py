@@ -49,6 +49,8 @@ class RiskOperator(LinearOperator):
     # Of the last time that the data were read: they tell the relative weights of several losses.
     _totals: Totals | None = None
     _compiled: Compiled | None = None  # its products, if that was asked for
+    # Where sizes are kept that are known when the data were read; None if they are known before.
+    _sizes: str | None = None
 
     def __init__(
         self, risk: EmpiricalRisk, passes: Passes, check_deterministic: bool | None
@@ -59,6 +61,13 @@ class RiskOperator(LinearOperator):
         self._passes = passes
         flag("check_deterministic", check_deterministic, optional=True)
         self._compares_few = check_deterministic is not False
+
+    def __repr__(self) -> str:
+        """What it is and of which risk; nothing is read for it."""
+        label = f"{type(self).__name__}(sizes not read yet, {self.dtype}, {self.device})"
+        if self._sizes is None or self._sizes in vars(self):
+            label = self.label
+        return f"{label}\n  of {indented(repr(self.risk))}"
 
     def _products(self, X: Tensor, reading: Reading) -> Tensor:
         """The product with `X` before it is reduced, see `AddUp`."""
@@ -225,6 +234,11 @@ class RiskOperator(LinearOperator):
             both = self._compiled_gradient.with_loss
         gradient, loss = both()
         return list(gradient.values()), loss
+
+
+def indented(lines: str) -> str:
+    """Lines behind the first one further to the right."""
+    return lines.replace("\n", "\n  ")
 
 
 def require_own_data(risk: EmpiricalRisk, name: str) -> None:

@@ -75,6 +75,7 @@ class DataRows(RiskOperator):
         chunk_size: Columns that are computed together.
     """
 
+    _sizes = "_row_space"
     _transposed = False  # whether the rows are columns
     # How many rows each example has, if there is one output and these are equally many.
     _per_example: int | None = None

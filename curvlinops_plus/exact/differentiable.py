@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,6 +27,16 @@ _FUSED_WEIGHT_NORM: Any = getattr(torch, _NAME)
 _MISSING = re.compile(
     r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented"
 )
+
+
+@cache
+def load_forward_mode() -> None:
+    """Import PyTorch's rules of forward mode, which it does by itself in the first product, with
+    warnings about itself that tell the user nothing.
+    """
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        import_module("torch._decomp.decompositions_for_jvp")
 
 
 @contextmanager

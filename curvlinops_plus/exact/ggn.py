@@ -215,6 +215,7 @@ def read_terms(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Out
     Values of losses with a likelihood are not computed.
     """
     terms = risk.losses.terms(risk.run(batch, model), batch, values=False)
+    risk.losses.require_targets(terms)
     return terms.outputs, terms
 
 

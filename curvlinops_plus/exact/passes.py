@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
-from curvlinops_plus.exact.differentiable import DerivativeFixes
+from curvlinops_plus.exact.differentiable import DerivativeFixes, load_forward_mode
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import whole
 from curvlinops_plus.random_state import RandomState
@@ -60,8 +60,9 @@ class Pass(NamedTuple):
 
 def read_losses(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Any, Totals]:
     """Run the model: its losses, and the totals that they are in."""
-    totals = risk.losses.terms(risk.run(batch, model), batch).totals
-    return totals.losses, totals
+    terms = risk.losses.terms(risk.run(batch, model), batch)
+    risk.losses.require_targets(terms)
+    return terms.totals.losses, terms.totals
 
 
 class Passes:
@@ -114,6 +115,7 @@ class Passes:
         watched = self.itemsize is None or self._fixes.any
         with Endings() as forward_mode:
             if row is not None:
+                load_forward_mode()
                 forward_mode.enter_context(forward_ad.dual_level())
                 # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't
                 # look like one.
@@ -276,6 +278,7 @@ class Passes:
         def product(*tangents: Tensor) -> tuple[Tensor, ...]:
             return torch.func.jvp(outputs, values, tangents)[1]
 
+        load_forward_mode()
         state.restore()
         return list(torch.func.vmap(product, randomness="same")(*self.split(rows)))
 

@@ -13,14 +13,15 @@ turned off meanwhile: a layer that runs again would find what it has left there.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.contexts import Endings
 
+_Module = TypeVar("_Module", bound=nn.Module)
 # Attributes of every module, which are looked after elsewhere or do not change.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # Types of most attributes: nothing is kept in them.
@@ -141,6 +143,24 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
         if any(isinstance(t, Tensor) and t.grad_fn is not None for t in leaves):
             keepers.append(f"{name!r} ({type(module).__name__})")
     return keepers
+
+
+def module_copy(module: _Module, change: Callable[[Tensor], Tensor] = Tensor.clone) -> _Module:
+    """A deep copy. What modules keep that was computed, such as the weight of the older weight
+    normalization, is copied without its graph, which Python's own copy refuses.
+
+    Args:
+        change: What becomes of these tensors.
+    """
+    kept = {
+        id(t): change(t.detach())
+        for m in module.modules()
+        for name, value in vars(m).items()
+        if name not in _OF_TORCH
+        for t in tree_leaves(value)
+        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)
+    }
+    return copy.deepcopy(module, kept)
 
 
 class _Container:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from curvlinops_plus.layer.replay import differentiable_parameters
+from curvlinops_plus.layer.replay import differentiable_parameters, is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, LayerRule
 
 RULES: dict[type[nn.Module] | str, LayerRule] = {}
@@ -123,8 +123,13 @@ def _find_rule(
     reason = rule.refuses(module)
     if reason is not None:
         return reason
-    # A parametrized module holds the parameters that `weight` is computed from instead of it.
     parameters = differentiable_parameters(module) if held is None else held
+    computed = _computed(module, parameters)
+    if computed:
+        return (
+            f"this {kind.__name__} computes {computed} from the parameters {list(parameters)}, as "
+            "by weight normalization"
+        )
     expected = rule.patterns(module)
     if parameters.keys() == expected.keys():
         return rule
@@ -138,6 +143,17 @@ def _find_rule(
         f"this {kind.__name__} holds the parameters {list(parameters)}, expected {list(expected)} "
         "(is one of them computed from others, as by weight normalization?)"
     )
+
+
+def _computed(module: nn.Module, parameters: Iterable[str]) -> list[str]:
+    """Attributes that `torch.nn.utils.parametrize` computes from parameters at each access. They
+    are not looked at here: that may change buffers (spectral normalization) or draw random numbers.
+    """
+    if not is_parametrized(module):
+        return []
+    names = [*cast("nn.ModuleDict", module.parametrizations)]
+    prefixes = {name: f"parametrizations.{name}." for name in names}
+    return [name for name in names if any(key.startswith(prefixes[name]) for key in parameters)]
 
 
 @lru_cache(1024)

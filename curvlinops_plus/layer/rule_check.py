@@ -7,7 +7,6 @@ tolerance of 1e-8.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError, VerificationError
+from curvlinops_plus.layer.kept import module_copy
 from curvlinops_plus.layer.registry import rule_of, why_generic
 from curvlinops_plus.layer.replay import (
     Call,
@@ -110,9 +110,7 @@ def check_rule(
     instance("rule", kind, LayerRule, "a rule, or the class of one", optional=True)
     num_vectors = integer("num_vectors", num_vectors, low=1)
     seed = integer("seed", seed, low=0)
-    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
-    computed = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    double = copy.deepcopy(module, {id(t): _to_double(t).clone() for t in computed}).double()
+    double = module_copy(module, lambda t: _to_double(t).clone()).double()
     note = ""
     if rule is None:
         rule = rule_of(double)

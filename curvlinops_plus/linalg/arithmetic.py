@@ -150,6 +150,9 @@ class Scaled(LinearOperator):
         # Those of A, multiplied and shifted; the eigenvectors are the same.
         return self.c * self.A.eigenvalues() + self.delta
 
+    def _counted(self) -> Tensor:
+        return self.c * self.A._counted() + self.delta
+
     @property
     def frobenius_norm(self) -> Tensor:
         # ‖c A + δ I‖² = ‖c A‖² + 2 δ tr(c A) + n δ², whose terms may be infinite in single
@@ -241,8 +244,8 @@ def operator_of(A: Any, square: bool = True) -> LinearOperator:
     if not isinstance(A, LinearOperator):
         if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
             raise TypeError(
-                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or "
-                "from_scipy(A)."
+                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: "
+                "curvlinops_plus.linalg.Dense(A) or curvlinops_plus.from_scipy(A)."
             )
         A = Foreign(A)
     if square and A.shape[0] != A.shape[1]:

@@ -123,6 +123,11 @@ class BlockDiagonal(LinearOperator):
         # Diagonal matrices have to look at their entries.
         return read_together(lambda: min(block.structure for block in blocks), self.device)
 
+    def __repr__(self) -> str:
+        named = [f"{name or '(all)'} {type(block).__name__}" for name, block in self.blocks.items()]
+        more = ", ..." if named[4:] else ""
+        return f"{self.label}\n  {len(named)} blocks: {', '.join(named[:4])}{more}"
+
     # Products
     # ----------------------------------------------------------------------------------------------
 

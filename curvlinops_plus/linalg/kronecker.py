@@ -281,7 +281,6 @@ class Eigendecomposed(Flat):
         return Eigendecomposed(self.basis, raised, self.structure, rtol=0.0)
 
     def _counted(self) -> Tensor:
-        """The values, with 0 where they count as zero."""
         if self.structure < Structure.PSD:
             return self.values
         if self.rtol is not None:

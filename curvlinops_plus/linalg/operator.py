@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +159,15 @@ class LinearOperator(ABC):
             f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
         )
 
+    #: Of a block, its name and its parameters, for those who print it.
+    _of: str | None = None
+
     def __repr__(self) -> str:
-        return self.label
+        if self._of is None:
+            return self.label
+        with suppress(NoClosedForm):
+            return f"{self.label}, {self._of}, trace {float(self.trace.detach()):.4g}"
+        return f"{self.label}, {self._of}"
 
     # Products
     # ----------------------------------------------------------------------------------------------
@@ -372,7 +380,7 @@ class LinearOperator(ABC):
         if isinstance(addend, (int, float, complex, np.generic, np.ndarray, Tensor)):
             raise TypeError(
                 f"{type(addend).__name__} can't be added to {self.label}. Add c times the identity "
-                "by A.shift(c), a matrix M of entries by A + Dense(M)."
+                "by A.shift(c), a matrix M of entries by A + curvlinops_plus.linalg.Dense(M)."
             )
         if hasattr(addend, "shape") and hasattr(addend, "__matmul__"):
             from curvlinops_plus.linalg.arithmetic import Foreign
@@ -581,6 +589,10 @@ class LinearOperator(ABC):
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Sign of the determinant and logarithm of its absolute value."""
         raise self._no_closed_form("logdet")
+
+    def _counted(self) -> Tensor:
+        """The eigenvalues, with 0 where they count as zero."""
+        return self.eigenvalues()
 
     def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
         """The inverse; of a Kronecker product also with a pair of dampings, of a batch with one for

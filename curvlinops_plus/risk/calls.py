@@ -139,6 +139,11 @@ class Output:
     edge: Any
     routed: RoutedRows | None = None
 
+    @property
+    def rows(self) -> int:
+        """The examples, or a multiple of them."""
+        return self.fold or self.shape[self.axis]
+
     def gradient(self, g: Tensor | None, V: int) -> Tensor:
         """What has arrived, as [V, *out] with the examples first; zeros if nothing has.
 

@@ -232,6 +232,7 @@ class _BatchCheck:
                 if is_part:
                     return None
                 raise
+            self._compare_tables(small, outputs, few, model)
             N = self.batch.num_examples
             expected = [(len(F) // N * len(chosen), *F.shape[1:]) for F in self.outputs]
             if is_part and [f.shape for f in outputs] != expected:
@@ -243,6 +244,20 @@ class _BatchCheck:
             return not small.backward or self._compare_gradients(small, outputs, params)
 
     # ------------------------------------------------------------------ outputs, and axes of inputs
+    def _compare_tables(
+        self, small: Recorder, outputs: Sequence[Tensor], few: Batch, model: nn.Module | None
+    ) -> None:
+        """Require that outputs have the same shapes where no row is expanded to one for each
+        example: a row may also be all examples, on another axis.
+        """
+        refusal = small.last.refusal_of_one_row("the model's outputs have other shapes without it")
+        if refusal is None:
+            return
+        with GradMode(False), small.disabled:
+            plain = self.risk.run(few, model)[0]
+        if [f.shape for f in outputs] != [F.shape for F in plain]:
+            raise refusal
+
     def _compare_outputs(
         self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]
     ) -> None:

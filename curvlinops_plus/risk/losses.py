@@ -22,15 +22,15 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.likelihood import OfExamples
-from curvlinops_plus.risk.batches import Batch, mapped
-from curvlinops_plus.risk.preserve import kept_modules, kept_random_state
+from curvlinops_plus.likelihood.likelihood import OfExamples, any_is
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.loss_values import no_mean, require_no_broadcast
 
 Key = str | int
 Number = Tensor | float
@@ -209,6 +209,31 @@ class Losses(list["OutputLoss"]):
             count = sum(counts[1:], counts[0])
         totals = Totals(N, terms, count, counts=counts, losses=sums)
         return Terms(outputs, targets, totals, batch.weight)
+
+    def require_targets(self, terms: Terms) -> None:
+        """Refuse targets that are missing: most Fisher matrices don't depend on them, and would
+        count these examples as any others.
+
+        Raises:
+            ValueError: If numbers in a target are NaN or infinite, or the value of a loss without a
+                likelihood is NaN.
+        """
+        for loss, Y, value in zip(self, terms.targets, terms.totals.losses, strict=True):
+            if loss.likelihood is None:
+                if isinstance(value, Tensor) and any_is(value.isnan(), loss.title):
+                    raise ValueError(
+                        f"The loss {loss.title} is NaN on a batch. Are targets missing? Leave "
+                        "these examples out, or in the function the missing numbers, before "
+                        "anything is computed from them."
+                    )
+            elif not isinstance(loss.likelihood, OfExamples):
+                numbers = [t for t in tree_leaves(Y) if t.is_floating_point()]
+                if any(any_is(~t.isfinite(), loss.title) for t in numbers):
+                    raise ValueError(
+                        f"{loss.title}: the target has NaN or infinite numbers. Leave out examples "
+                        "without a target; if single numbers are missing, write a function that "
+                        "adds up the losses of the others, and use GGN, Hessian or Empirical()."
+                    )
 
 
 def _form(tree: Any) -> str | None:
@@ -407,7 +432,8 @@ class OutputLoss:
 
         Raises:
             TypeError: If it returns no tensor.
-            ValueError: If that is no single number, or does not depend on the output.
+            ValueError: If that is no single number, does not depend on the output, or if output and
+                target are broadcast.
 
         Warns:
             CurvatureWarning: Once, in a pass of several batches, if it is no mean (or sum) over
@@ -415,7 +441,8 @@ class OutputLoss:
         """
         N = batch.num_examples
         if self.warning is None and N > 1:
-            self.warning = _no_mean(self, f, y, N)
+            require_no_broadcast(self, f, y, N)
+            self.warning = no_mean(self, f, y, N)
         if self.warning and batch.first:
             message = self.warning
             self.warning = ""
@@ -437,70 +464,6 @@ class OutputLoss:
                 ".numpy()), round it, or compute under torch.no_grad()?"
             )
         return value * N if self.reduction == "mean" else value
-
-
-#: Largest relative difference of two values of a loss that passes as rounding, by bytes of an
-#: output's number.
-_LOSS_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-6}
-
-# How many examples are compared: enough for differing weights, masks and classes among them.
-_COMPARED = 8
-
-
-def _no_mean(loss: OutputLoss, f: Tensor, y: Any, N: int) -> str:
-    """What is to be said of a loss whose value for a few examples is not the mean, or sum, of
-    theirs by themselves.
-
-    Nothing if it is; if output or target can't be cut into examples, as lists of one target for
-    each; or if the loss can't be computed for a single example, or is random.
-
-    Cost: ten calls of the loss.
-    """
-    targets = [y]
-    if isinstance(y, Mapping):
-        targets = [*y.values()]
-    elif isinstance(y, (tuple, list)) and len(y) != N:
-        targets = [*y]
-    if not all(target is None or isinstance(target, Tensor) for target in targets):
-        return ""
-    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0), device="cpu").tolist()[
-        :_COMPARED
-    ]
-
-    def rows(t: Tensor, examples: list[int]) -> Tensor:
-        t = t.detach()
-        if t.ndim == 0 or len(t) == 1:
-            return t.clone()
-        return t.unflatten(0, (N, -1))[examples].flatten(0, 1)
-
-    def value(examples: list[int]) -> float:
-        return float(loss.loss(rows(f, examples), mapped(rows, y, examples)))
-
-    modules = [*loss.loss.modules()] if isinstance(loss.loss, nn.Module) else []
-    try:
-        with GradMode(False), kept_random_state(), kept_modules(modules):
-            together = value(chosen)
-            again = value(chosen)
-            singles = [value([n]) for n in chosen]
-    except Exception:
-        return ""
-    sizes = [abs(number) for number in (together, *singles) if math.isfinite(number)]
-    room = _LOSS_ROUNDING[f.element_size()] * max(sizes, default=math.nan)
-    # Random losses differ from themselves, and infinite ones from everything.
-    repeatable = abs(together - again) <= room
-    by_reduction = {"mean": sum(singles) / len(singles), "sum": sum(singles)}
-    fitting = [kind for kind, number in by_reduction.items() if abs(together - number) <= room]
-    if loss.reduction in fitting or not repeatable:
-        return ""
-    advice = "Give all data in one batch, or a loss that averages what single examples have"
-    if fitting:
-        advice = f"It is their {fitting[0]}: say EmpiricalRisk(..., reduction={fitting[0]!r})"
-    return (
-        f"{loss.title} is not the {loss.reduction} of the losses of single examples: for "
-        f"{len(singles)} of them it is {together:.4g}, and their {loss.reduction} is "
-        f"{by_reduction[loss.reduction]:.4g}. So loss, gradient and curvature depend on how the "
-        f"data are split into batches. {advice}."
-    )
 
 
 # ------------------------------------------------------------------------------- what a batch gives

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
 from functools import lru_cache, reduce
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
@@ -49,7 +50,7 @@ class ModelParameters:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None,
         processes: Alone,
     ) -> None:
         self.model = modules[""]
@@ -269,17 +270,17 @@ class ModelParameters:
 # ------------------------------------------------------------------------------ what the user gives
 def named_params(
     model: nn.Module,
-    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    params: Sequence[Tensor | str] | Mapping[str, Tensor] | None,
     owned: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Give each requested parameter a key and find the model's own tensor behind it.
 
     Args:
         model: The model.
-        params: A list of the model's parameters, a dict of them under names of the caller's, or
-            None for all that require a gradient. `p.detach()` and `p.data` are recognised by their
-            memory; any other tensor of the same shape, under a name of the model's own in a dict,
-            is another value of that parameter.
+        params: A list of the model's parameters or names, see `without_names`, a dict of them under
+            names of the caller's, or None for all that require a gradient. `p.detach()` and
+            `p.data` are recognised by their memory; any other tensor of the same shape, under a
+            name of the model's own in a dict, is another value of that parameter.
         owned: All parameters of the model, by name, if somebody has looked.
 
     Returns:
@@ -297,13 +298,14 @@ def named_params(
     if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
         raise TypeError(
             f"`params` is a {type(params).__name__}; expected a list or a dict of the model's "
-            "parameters, as list(model.parameters())."
+            'parameters, or a list of names, as list(model.parameters()) or ["2.weight"].'
         )
     is_dict = isinstance(params, Mapping)
     name_of = {id(p): name for name, p in owned.items()}
     own_params: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, entry in enumerate(params.items() if is_dict else params):
+    entries = params.items() if isinstance(params, Mapping) else without_names(model, params)
+    for position, entry in enumerate(entries):
         key, p = entry if is_dict else (None, entry)
         label = f"params[{position if key is None else key!r}]"
         name = name_of.get(id(p))
@@ -327,11 +329,52 @@ def named_params(
     return own_params
 
 
+def without_names(model: nn.Module, params: Iterable[Any]) -> list[Any]:
+    """A list of parameters, or of groups of them as optimizers have, with parameters in place of
+    names: their own, those of modules, which stand for all parameters inside, and globs of both.
+
+    Raises:
+        ValueError: If nothing has this name; lists names.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        >>> [p.shape for p in without_names(model, ["1", "0.weight"])]
+        [torch.Size([2, 4]), torch.Size([2]), torch.Size([4, 3])]
+    """
+    listed: list[Any] = []
+    for entry in params:
+        if isinstance(entry, str):
+            listed += _parameters_called(entry, model)
+        elif isinstance(entry, Mapping) and isinstance(entry.get("params"), (list, tuple)):
+            listed.append({**entry, "params": without_names(model, entry["params"])})
+        else:
+            listed.append(entry)
+    return listed
+
+
+def _parameters_called(name: str, model: nn.Module) -> list[Tensor]:
+    called: dict[int, Tensor] = {}
+    every = dict(inner_model(model).named_parameters(remove_duplicate=False))
+    for key, p in every.items():
+        # "a.b.weight" is in the modules "a" and "a.b".
+        for outer in accumulate(key.split("."), "{}.{}".format):
+            if outer == name or fnmatchcase(outer, name):
+                called[id(p)] = p
+    if not called:
+        shown = ", ".join(map(repr, [*every][:10]))
+        raise ValueError(
+            f"`params` names {name!r}, and the model {type(model).__name__} has neither a "
+            f"parameter nor a module with parameters of that name. It has {shown}"
+            f"{', ...' if len(every) > 10 else ''}."
+        )
+    return [*called.values()]
+
+
 def _no_parameter(label: str, p: Any, model: nn.Module) -> ValueError:
     came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
     return ValueError(
         f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the model's "
-        "own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+        'own tensors or their names, for instance `list(model.parameters())`, `["2.weight"]` or '
         "`dict(model.named_parameters())`, or a dict of other values under the same names."
     )
 
@@ -353,7 +396,7 @@ def _is_same(t: Tensor, p: Tensor) -> bool:
 
 
 def _values_by_key(
-    params: Sequence[Tensor] | Mapping[str, Tensor] | None, own_params: Mapping[str, Tensor]
+    params: Sequence[Tensor | str] | Mapping[str, Tensor] | None, own_params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The parameters at which everything is computed: the model's own, or what a dict holds for
     them.

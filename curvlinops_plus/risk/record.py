@@ -234,10 +234,12 @@ class Recorder:
         assert self.weights is not None
         risk = self.risk
         heads, targets, class_axes = outputs
-        with plain_mode(risk.device.type):
+        with plain_mode(risk.device.type), self._suspecting_tables():
             detached = [f.detach() for f in heads]
             # Streams don't add the values up.
             terms = risk.losses.terms((detached, targets, class_axes), batch, values=self.own_pass)
+            if self.own_pass:
+                risk.losses.require_targets(terms)
         totals = terms.totals
         check_batch(risk, self, batch, heads)
         mask = None if risk.options.mask is None else _read_mask(risk, batch)
@@ -318,15 +320,23 @@ class Recorder:
         with Endings() as endings:
             endings.surely(self.stop)
             self.start(num_examples)
-            try:
+            with self._suspecting_tables():
                 yield
-            except OutsideReads:
-                raise
-            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-                refusal = self.last.refusal_of_one_row(f"which does not go on from there: {error}")
-                if refusal is not None:
-                    raise refusal from error
-                raise
+
+    @contextmanager
+    def _suspecting_tables(self) -> Iterator[None]:
+        """Context in which an error may come from one row for all examples, which was expanded: of
+        the model, or of the loss, which gets outputs of another shape.
+        """
+        try:
+            yield
+        except OutsideReads:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            refusal = self.last.refusal_of_one_row(f"which does not go on from there: {error}")
+            if refusal is not None:
+                raise refusal from error
+            raise
 
     def start(self, num_examples: int) -> None:
         """Begin to record a forward pass; the batch before is forgotten."""

@@ -117,61 +117,36 @@ class RecordedPass:
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
                 f"leave its parameters {list(use.keys.values())} out of `params`."
             )
-        is_affine = isinstance(rule, AffineRule)
         leaves, structure = [output], None
-        packed = False
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)
-            args, kwargs = inputs
-            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        places = self._places_of_outputs(use, rule, inputs, output, leaves)
         routed = None
-        may_be = self.rows is not None or isinstance(reads[0].matrices, Tensor)
-        if may_be and is_affine and fold is None:
-            routed = self._routed(reads[0], inputs)
-        places = []
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                places.append(k)
-        several = len(places) > 1
-        if not places or packed or (several and is_affine):
-            kind = getattr(output, "dtype", None) or type(output).__name__
-            raise self._not_by_example(use, f"returned a {kind}")
         axes = [axis]
         if fold is None:
+            routed = self._routed(reads[0], inputs)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
         outputs = []
-        rows = 0  # the examples, or a multiple of them
         for k, on in zip(places, axes, strict=True):
             t = leaves[k]
             # What a function has written into, the model goes on with, whatever is returned.
             is_input = use.function is not None and any(t is x for x in inputs[0])
             if self.backward and not (is_input and t.requires_grad):
-                t = _with_edge(t, is_affine or use.function is not None, several)
-            size = fold or (t.shape[on] if t.ndim > on else 0)
+                is_known = isinstance(rule, AffineRule) or use.function is not None
+                t = _with_edge(t, is_known, len(places) > 1)
             # One row for all examples, as of position embeddings.
-            if size == 1 < self.num_examples and fold is None and routed is None:
+            is_row = t.ndim > on and t.shape[on] == 1 < self.num_examples
+            if is_row and fold is None and routed is None:
                 t = self._row_per_example(use, t, on)
-                size = self.num_examples
                 expanded = True
             leaves[k] = t
-            if self.is_over:
-                continue
-            by_example = size and not size % self.num_examples and rows in (0, size)
-            if routed is not None:
-                by_example = t.shape[: routed.axes].numel() == len(routed.order)
-            # On another axis than the first there may be no positions beside the examples.
-            if not by_example or (on and size != self.num_examples and not use.function):
-                raise self._not_by_example(use, f"returned {list(t.shape)}")
-            rows = size
-            edge = get_gradient_edge(t) if self.backward else None
-            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge, routed))
-            self.dtypes.add(t.dtype)
-            self.numbers += t.numel()
+            if not self.is_over:
+                outputs.append(self._output(use, t, on, fold, routed))
         if not self.is_over:
             for read in reads:
                 if routed is None:
-                    call = self._call(read, inputs, outputs, axis, rows, expanded)
+                    call = self._call(read, inputs, outputs, axis, expanded)
                 else:
                     call = self._routed_call(read, inputs, outputs, routed)
                 call.single = structure is None
@@ -180,10 +155,52 @@ class RecordedPass:
             return None
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
 
+    def _places_of_outputs(
+        self, use: ModuleUse, rule: Any, inputs: Any, output: Any, leaves: Sequence[Any]
+    ) -> list[int]:
+        """Which leaves of an output are tensors that gradients arrive at."""
+        places = []
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                places.append(k)
+        is_packed = False
+        if not isinstance(output, Tensor):
+            args, kwargs = inputs
+            is_packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        is_one = len(places) == 1 or not isinstance(rule, AffineRule)
+        if not places or is_packed or not is_one:
+            kind = getattr(output, "dtype", None) or type(output).__name__
+            raise self._not_by_example(use, f"returned a {kind}")
+        return places
+
+    def _output(
+        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, routed: RoutedRows | None
+    ) -> Output:
+        """An output that gradients arrive at, whose rows belong to examples.
+
+        Raises:
+            OutsideReads: If they don't.
+        """
+        rows = fold or (t.shape[axis] if t.ndim > axis else 0)
+        by_example = rows > 0 and rows % self.num_examples == 0
+        if routed is not None:
+            by_example = t.shape[: routed.axes].numel() == len(routed.order)
+        # On another axis than the first there may be no positions beside the examples.
+        if not by_example or (axis and rows != self.num_examples and use.function is None):
+            raise self._not_by_example(use, f"returned {list(t.shape)}")
+        self.dtypes.add(t.dtype)
+        self.numbers += t.numel()
+        edge = get_gradient_edge(t) if self.backward else None
+        return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed)
+
     def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
         """To which examples the rows of an input belong that was gathered, or of which each meets a
         matrix of its own; None of others.
         """
+        if not isinstance(read.rule, AffineRule):
+            return None
+        if self.rows is None and not isinstance(read.matrices, Tensor):
+            return None
         x = read.rule.input_of(read.use.module, *inputs)
         places = None if self.rows is None else self.rows.places(x)
         if not isinstance(read.matrices, Tensor):
@@ -227,7 +244,6 @@ class RecordedPass:
         inputs: Any,
         outputs: Sequence[Output],
         axis: int,
-        rows: int,
         expanded: bool,
     ) -> RecordedCall:
         """A call with its inputs, the examples first.
@@ -238,6 +254,10 @@ class RecordedPass:
         """
         index, use, rule, matrices = read
         fold = outputs[0].fold
+        rows = outputs[0].rows
+        for output in outputs:
+            if output.rows != rows:
+                raise self._not_by_example(use, f"returned {list(output.shape)}")
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
             read_tensor = rule.input_of(use.module, *inputs).detach()
             x = read_tensor

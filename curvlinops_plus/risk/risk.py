@@ -8,16 +8,17 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from reprlib import repr as shortened
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.options import flag, function, number, one_of
+from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
     Batch,
     check_data,
@@ -46,6 +47,29 @@ from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
 
+#: Of a risk, what operators call and users don't.
+_FOR_OPERATORS = {
+    "batches",
+    "checked",
+    "for_vectors",
+    "own_params",
+    "placed",
+    "read",
+    "read_input",
+    "read_output",
+    "reads",
+    "renew",
+    "require_in_place",
+    "require_own_values",
+    "restricted",
+    "run",
+    "scale",
+    "sharded",
+    "together",
+    "value",
+    "whole",
+}
+
 
 class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
@@ -70,9 +94,10 @@ class EmpiricalRisk(ModelParameters):
             to all of them, such as a table or a graph, a buffer of the model, or add an axis of
             size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any
-            order, frozen ones included. A dict with the model's names may hold other values:
-            everything is computed at these, and the model keeps its own. Default: all that require
-            a gradient; a function has no default.
+            order, frozen ones included. In a list, names stand for them: "2.weight" for itself, "2"
+            for all parameters of the module, "*.bias" for all that match. A dict with the model's
+            names may hold other values: everything is computed at these, and the model keeps its
+            own. Default: all that require a gradient; a function has no default.
         output: Selects the tensor that the loss reads from what the model returns, or the dict or
             tuple of tensors that several losses read. Outputs with `.logits` don't need it.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of
@@ -159,7 +184,7 @@ class EmpiricalRisk(ModelParameters):
         model: ModelOrFunction,
         loss: nn.Module | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
         data: Iterable[Any],
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        params: Sequence[Tensor | str] | Mapping[str, Tensor] | None = None,
         *,
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
@@ -200,6 +225,30 @@ class EmpiricalRisk(ModelParameters):
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
         self.checked = Checked()
+
+    def __repr__(self) -> str:
+        """Model, losses, sizes and options that are not the default; nothing is read or run."""
+        losses = ", ".join(loss.title for loss in self.losses)
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [
+            f"{type(self).__name__}({type(self.model).__name__}, {losses}), {self.space.dim} "
+            f"parameters in {len(self.params)} tensors, {dtype} on {self.device}"
+        ]
+        batches = known_length(self.data)
+        counted = "" if batches is None else f" of {batches} batch{'es' * (batches != 1)}"
+        lines.append(f"  data: {type(self.data).__name__}{counted}")
+        default = RiskOptions()
+        options = []
+        for name, option in vars(self.options).items():
+            if option not in (getattr(default, name), {}):
+                options.append(f"{name}={getattr(option, '__name__', None) or shortened(option)}")
+        if options:
+            lines.append(f"  options: {', '.join(options)}")
+        return "\n".join(lines)
+
+    def __dir__(self) -> list[str]:
+        """What users call; the package has the rest for operators."""
+        return sorted({*super().__dir__()} - _FOR_OPERATORS)
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
@@ -243,10 +292,8 @@ class EmpiricalRisk(ModelParameters):
                 some.
         """
         before = 0
-        items: Any = self.data
-        if self.options.progressbar:
-            items = tqdm(self.data, desc=f"{desc} (on {self.device})")
-        for index, item in enumerate(items):
+        title = f"{desc} (on {self.device})"
+        for index, item in enumerate(shown(self.data, title, self.options.progressbar)):
             batch = self.read(item, index, before)
             if batch.num_examples:
                 yield batch if batch.first == before else replace(batch, first=before)

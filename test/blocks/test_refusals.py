@@ -187,8 +187,10 @@ REFUSED: list[Refusal] = [
     # approximations
     (lambda: curvature(GENERIC.risk(), {"head": KFAC}),
      ValueError, r"No layer matches 'head'.*'1', '2', '4'\].*'Li"),
-    (lambda: curvature(risk(), "kfac"),
-     ValueError, "'kfac' is no approximation. Expected .* such .* Not its name"),
+    (lambda: curvature(risk(), "kfak"),
+     ValueError, "'kfak' is no approximation. Expected one of 'KFAC', 'EKFAC', 'TNT', .*'ScaledId"),
+    (lambda: curvature(risk(), nn.Linear),
+     ValueError, "Linear is no approximation. Expected an Accumulator class such"),
     (lambda: KFAC(), TypeError,
      r"KFAC\(\) is made by operators.*curvature\(risk, KFAC\), and .* KFAC.using\(\.\.\.\)"),
     (lambda: EKFAC(kfac_approx="reduce"),

@@ -93,6 +93,11 @@ def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
         lambda K: estimate.xtrace(K, num_matvecs=10, generator=seed()),
     ):
         close(number(several), number(whole))
+    for damping in (0.1, RelativeDamping(0.3), HeuristicDamping(0.1)):
+        for ours, theirs in zip(several.summary(damping), whole.summary(damping), strict=True):
+            assert (ours["block"], ours["count"]) == (theirs["block"], theirs["count"])
+            for number in ("trace", "largest", "condition"):
+                assert ours[number] == pytest.approx(theirs[number], rel=1e-10), (damping, number)
     close(several.operator.gather().to_dense(), whole.to_dense(), "gathered")
     state, params = several.state_dict(), [*p.risk().params.values()]
     read = BlockwiseLinearOperator.from_state_dict(

@@ -1,6 +1,4 @@
-"""Spectral densities against the exact spectrum smoothed in the same way; log-determinants; the
-picture.
-"""
+"""Spectral densities against the exact spectrum smoothed in the same way; log-determinants."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ from curvlinops_plus.estimate import (
     lanczos_approximate_spectrum,
     logdet,
     matrix,
-    plot_spectrum,
 )
 from curvlinops_plus.estimate.lanczos import lanczos, quadrature
 from curvlinops_plus.linalg import Dense, Structure
+from test.cases import close
 from test.helpers import F64, Counted, normal, seeded, with_eigenvalues
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()
@@ -278,19 +276,28 @@ def test_names_of_curvlinops_3_0_1() -> None:
         assert ", ".join(map(str, positional)) == names
 
 
-def test_picture() -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    A = with_eigenvalues(BULK_AND_PEAKS).float()
-    ax = figure.Figure().subplots()
-    assert plot_spectrum(lanczos_approximate_spectrum(A, 20), ax=ax, label="A", color="red") is ax
-    (line,) = ax.lines
-    assert (line.get_label(), line.get_color(), len(line.get_xdata())) == ("A", "red", 1024)
-    assert (ax.get_xscale(), ax.get_yscale(), ax.get_xlabel()) == ("linear", "log", "eigenvalue")
-    low, high = ax.get_ylim()
-    assert low < 1e-6 * high < 1e-6 * 100 * line.get_ydata().max()
-    ax = figure.Figure().subplots()
-    plot_spectrum(lanczos_approximate_log_spectrum(A, 20), log=True, ax=ax)
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+@pytest.mark.parametrize("log", [False, True])
+def test_the_error_of_a_density_is_that_of_its_mean_over_runs(log: bool) -> None:
+    A = with_eigenvalues(BULK_AND_PEAKS)
+    kind = LanczosApproximateLogSpectrumCached if log else LanczosApproximateSpectrumCached
+    cached = kind(A, 20, generator=seeded())
+    method = cached.approximate_log_spectrum if log else cached.approximate_spectrum
+    means = [method(num_repeats=k)[1] for k in range(1, 5)]
+    # The densities of the runs, from the means over the first ones.
+    runs = [
+        k * mean - (k - 1) * before
+        for k, (mean, before) in enumerate(zip(means, [0 * means[0], *means[:-1]], strict=True), 1)
+    ]
+    _, density, error = method(num_repeats=4, return_error=True)
+    close(density, means[-1])
+    close(error, torch.stack(runs).std(0) / 2)
+    assert method(num_repeats=1, return_error=True)[2].isnan().all()
+    function = lanczos_approximate_log_spectrum if log else lanczos_approximate_spectrum
+    kappa = {"kappa": 3.0}  # the log spectrum has another default
+    found = function(A, 20, num_repeats=4, generator=seeded(), return_error=True, **kappa)
+    again = kind(A, 20, generator=seeded())
+    method = again.approximate_log_spectrum if log else again.approximate_spectrum
+    assert all(map(torch.equal, found, method(num_repeats=4, return_error=True)))
 
 
 @pytest.mark.parametrize("low", [1e-6, -0.5])

@@ -5,6 +5,8 @@ same model in plain operations, or refuses the model by name.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -473,3 +475,22 @@ def test_a_dense_ggn_by_rows_goes_back_once() -> None:
     p = torch.softmax(f.detach().view(numbers, -1), 1)
     H = torch.block_diag(*[torch.diag(q) - torch.outer(q, q) for q in p]) / numbers
     close(GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).to_dense(), J.T @ H @ J)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_first_products_say_nothing_about_pytorch_itself(columns: int) -> None:
+    """In a new process, where forward mode is used for the first time and any warning is an
+    error.
+    """
+    code = (
+        "import torch, warnings\n"
+        "from curvlinops_plus import GGN, EmpiricalRisk\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())\n"
+        "data = [(torch.rand(5, 3), torch.rand(5, 2))]\n"
+        "filters = list(warnings.filters)\n"
+        f"GGN(EmpiricalRisk(model, torch.nn.MSELoss(), data)) @ torch.ones(8, {columns})\n"
+        "assert warnings.filters == filters\n"
+    )
+    run = [sys.executable, "-W", "error:`torch.jit.script`", "-c", code]
+    shown = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")

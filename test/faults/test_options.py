@@ -196,7 +196,7 @@ TABLE: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (of(Hessian, RISK), "block_sizes", [3, ["x"]], "integer"),
     (of(curvature, RISK), "offload", ["disk", 2.5], "expected a device"),
     (of(curvature, RISK), "owned", ["x"], WHETHER),
-    (of(curvature, RISK), "default", ["KFAC"], "is no approximation"),
+    (of(curvature, RISK), "default", ["KFACC", "", 3], "is no approximation"),
     (Exact, "signs", ["x"], WHETHER),
     (classic(GGNLinearOperator), "mask", [MASK], CALLED),
     (classic(KFACLinearOperator), "fisher_type", ["x", None], "expected one of 'type-2', 'mc'"),

@@ -18,6 +18,8 @@ from curvlinops_plus import (
     KFACOptimizer,
     curvature,
 )
+from curvlinops_plus.optim import CenteredFisherLinearOperator, fisher_inverse
+from test.helpers import normal
 
 LOSS = nn.MSELoss()
 
@@ -142,3 +144,62 @@ def test_training_with_the_real_ones() -> None:
         values.append(float(loss))
     assert values[-1] < values[0]
     assert torch.equal(model.spectral.weight, before)  # type: ignore[union-attr, arg-type]
+
+
+# ----------------------------------------------------------- complex vectors of real parameters
+class Amplitude(nn.Module):
+    """A complex amplitude with real parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.last(self.first(x).tanh()))
+
+
+def of_amplitude() -> tuple[CenteredFisherLinearOperator, dict[str, Tensor], Tensor]:
+    """The matrix, a complex vector by names, and the product."""
+    torch.manual_seed(0)
+    psi, x = Amplitude().double(), normal(9, 3)
+    rows = []
+    for n in range(9):
+        out = torch.view_as_real(psi(x[n : n + 1]))[0]
+        parts = [torch.autograd.grad(p, [*psi.parameters()], retain_graph=True) for p in out]
+        re, im = (torch.cat([t.flatten() for t in part]) for part in parts)
+        rows.append(torch.complex(re, im))
+    O = torch.stack(rows) - torch.stack(rows).mean(0)
+    S = (O.mH @ O).real / 9
+    v = {
+        name: torch.complex(normal(*p.shape, seed=1), normal(*p.shape, seed=2))
+        for name, p in psi.named_parameters()
+    }
+    flat = torch.cat([t.flatten() for t in v.values()])
+    operator = CenteredFisherLinearOperator(psi, None, x, amplitude="complex")
+    return operator, v, torch.complex(S @ flat.real, S @ flat.imag)
+
+
+@pytest.mark.parametrize("form", ["dict", "list", "flat", "columns"])
+def test_a_real_matrix_multiplies_complex_vectors(form: str) -> None:
+    S, v, expected = of_amplitude()
+    flat = torch.cat([t.flatten() for t in v.values()])
+    if form == "dict":
+        found = torch.cat([t.flatten() for t in (S @ v).values()])
+    elif form == "list":
+        found = torch.cat([t.flatten() for t in S @ [*v.values()]])
+    elif form == "flat":
+        found = S @ flat
+    else:
+        found = (S @ torch.stack([flat, 2j * flat], 1))[:, 1] / 2j
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", ["dict", "list", "flat"])
+def test_complex_gradients_of_real_parameters_are_told(form: str) -> None:
+    """The direction is that of the real part, which nobody takes silently."""
+    _, v, _ = of_amplitude()
+    flat = torch.cat([t.flatten() for t in v.values()])
+    gradient = {"dict": v, "list": [*v.values()], "flat": flat}[form]
+    direction = fisher_inverse(Amplitude().double(), None, amplitude="complex")
+    with pytest.raises(ValueError, match="Expected real numbers for real parameters"):
+        direction(gradient, normal(9, 3))

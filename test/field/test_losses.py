@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, Hessian
+from curvlinops_plus import (
+    GGN,
+    CurvatureWarning,
+    Empirical,
+    EmpiricalRisk,
+    FullBlock,
+    Hessian,
+    MonteCarlo,
+    NumericsError,
+    curvature,
+)
 from test.helpers import seeded
 
 
@@ -119,6 +131,57 @@ def test_a_loss_that_is_no_mean_over_examples(
     risk = EmpiricalRisk(model, loss, [(X, y)])
     assert not told(risk)
     torch.testing.assert_close(risk.loss(), whole)
+
+
+def absolute(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).abs().mean()
+
+
+def first_column(f: Tensor, y: Tensor) -> Tensor:
+    """Of an output [N, 1] and a target [N]."""
+    return (f[:, 0] - y).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    "loss",
+    [absolute, lambda f, y: (f - y).square().sum(), nn.HuberLoss(), nn.L1Loss(reduction="sum")],
+    ids=["mean", "sum", "Huber", "L1"],
+)
+@pytest.mark.parametrize(("output", "target"), [((-1, 1), (-1,)), ((-1,), (-1, 1))], ids=str)
+def test_outputs_and_targets_are_not_broadcast(
+    loss: Any, output: tuple[int, ...], target: tuple[int, ...], batches: int
+) -> None:
+    """`f - y` has the differences of all pairs of examples."""
+    X, y = examples()
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0) if len(output) == 1 else nn.Identity())
+    targets = y[:, 0].reshape(target)
+    data = [(X, targets)] if batches == 1 else [(X[:7], targets[:7]), (X[7:], targets[7:])]
+    reduction = None if isinstance(loss, nn.Module) or loss is absolute else "sum"
+    risk = EmpiricalRisk(model.double(), loss, data, reduction=reduction)
+    for use in (risk.loss, risk.gradient, Hessian(risk).materialize, GGN(risk).materialize):
+        with pytest.raises(ValueError, match="Nothing is broadcast silently, so reshape one"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        first_column,
+        lambda f, y: root_of_mean_square(f[:, 0], y),
+        lambda f, y: (f.flatten() - y.flatten()).square().mean(),
+    ],
+    ids=["a column", "no mean", "flat"],
+)
+def test_what_reads_a_column_is_as_it_says(loss: Any) -> None:
+    X, y = examples()
+    model = nn.Linear(3, 1).double()
+    risk = EmpiricalRisk(model, loss, [(X, y[:, 0])])
+    expected = loss(model(X), y[:, 0])
+    torch.testing.assert_close(risk.loss(), expected.detach())
+    g = torch.autograd.grad(expected, [*model.parameters()])
+    torch.testing.assert_close([*risk.gradient().values()], [*g])
 
 
 def test_the_numbers_in_the_warning() -> None:
@@ -290,3 +353,60 @@ def test_the_comparison_leaves_no_trace() -> None:
         assert (loss.calls, int(loss.seen)) == (calls, calls)  # type: ignore[arg-type]
         assert torch.equal(torch.rand(2), torch.rand(2, generator=seeded(3)))
     assert not told(EmpiricalRisk(linear(), root_of_mean_square, data, check=False))
+
+
+# ------------------------------------------------------------------------------- missing targets
+MISSING: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "squares": (nn.MSELoss(), lambda y: y),
+    "logits": (nn.BCEWithLogitsLoss(), lambda y: y.sigmoid()),
+    "rates": (nn.PoissonNLLLoss(), lambda y: y.exp()),
+    "classes": (nn.CrossEntropyLoss(), lambda y: y.softmax(1)),
+    "a function": (mean_of_squares, lambda y: y),
+    "a function with weights": (lambda f, y: ((f - y).square() * 2).mean(), lambda y: y),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [*product(MISSING, [math.nan]), *product(["squares", "logits", "rates"], [math.inf])],
+)
+def test_missing_targets_are_told(name: str, missing: float) -> None:
+    """The Fisher matrix of these losses would be that of observed ones."""
+    loss, targets = MISSING[name]
+    X, y = examples()
+    y = targets(y)
+    y[7, 1] = missing
+    data = [(X[:6], y[:6]), (X[6:], y[6:])]
+    risk = EmpiricalRisk(linear(), loss, data)
+    uses: list[Callable[[], object]] = [GGN(risk).materialize, Hessian(risk).materialize]
+    if isinstance(loss, nn.Module):
+        uses += [lambda: curvature(risk), lambda: curvature(risk, vectors=MonteCarlo(seed=0))]
+    for use in uses:
+        with pytest.raises((ValueError, NumericsError), match=r"NaN or infinite|is NaN on a batch"):
+            use()
+
+
+def test_a_function_may_leave_missing_targets_out() -> None:
+    X, y = examples()
+    y[7, 1] = y[2, 0] = math.nan
+
+    def observed(f: Tensor, y: Tensor) -> Tensor:
+        here = ~y.isnan()
+        return (f[here] - y[here]).square().sum()
+
+    model = linear()
+    risk = EmpiricalRisk(model, observed, [(X[:6], y[:6]), (X[6:], y[6:])], reduction="sum")
+    ones = torch.cat([X, torch.ones(12, 1)], 1)
+    # Each output c has the matrix 2 Σ x xᵀ of the examples where it was observed.
+    expected = [2 * ones[~y[:, c].isnan()].T @ ones[~y[:, c].isnan()] for c in range(3)]
+    dense = GGN(risk).to_dense()
+    for c in range(3):
+        own = [3 * c, 3 * c + 1, 3 * c + 2, 9 + c]
+        torch.testing.assert_close(dense[own][:, own], expected[c])
+    block = curvature(risk, FullBlock, vectors=Empirical())
+    g = [
+        torch.autograd.grad(observed(model(x[None]), t[None]), [*model.parameters()])
+        for x, t in zip(X, y, strict=True)
+    ]
+    trace = sum(t.square().sum() for row in g for t in row)
+    torch.testing.assert_close(block.trace, trace)

@@ -4,6 +4,7 @@ function.
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ from curvlinops_plus import (
     HeuristicDamping,
     IdentityLinearOperator,
     KFACOptimizer,
+    QuadraticPenalty,
     RelativeDamping,
     SingularMatrixError,
     attribution_scores,
@@ -431,3 +433,55 @@ def test_layers_of_other_libraries_are_named_with_their_module() -> None:
         CurvatureWarning, match=rf"no rule is registered for {__name__}\.\S*LayerNorm"
     ):
         curvature(risk, KFAC)
+
+
+# ---------------------------------------------------------------- networks that change between tasks
+def wider(model: Any) -> dict[str, Tensor]:
+    """Two more classes; the parameters that the old ones are now."""
+    old = model[2]
+    model[2] = nn.Linear(5, 4).double()
+    with torch.no_grad():
+        model[2].weight[:2] = old.weight
+        model[2].bias[:2] = old.bias
+    return {"2.weight": model[2].weight[:2], "2.bias": model[2].bias[:2]}
+
+
+def other_head(model: Any) -> dict[str, Tensor]:
+    model[2] = copy.deepcopy(model[2])
+    return dict(model[2].named_parameters("2"))
+
+
+def other_values(model: Any) -> dict[str, Tensor]:
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return {}
+
+
+@pytest.mark.parametrize("change", [wider, other_head, other_values])
+@pytest.mark.parametrize("approximation", [DiagonalBlock, FullBlock])
+def test_a_penalty_of_a_network_that_has_changed(
+    change: Callable[[Any], dict[str, Tensor]], approximation: Any
+) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    X, y = torch.randn(9, 3).double(), torch.randint(2, (9,))
+    K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)]), approximation)
+    dense, before = K.to_dense(), torch.cat([p.detach().flatten() for p in model.parameters()])
+    penalty = QuadraticPenalty(K, strength=3.0)
+    changed = change(model)
+    with pytest.raises(ValueError, match=r"Or give the penalty its parameters, penalty\(params\)"):
+        penalty()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    now = {**dict(model.named_parameters()), **changed}
+    step = torch.cat([t.detach().flatten() for t in now.values()]) - before
+    value = penalty(now)
+    torch.testing.assert_close(value.detach(), 1.5 * step @ dense @ step)
+    value.backward()
+    expected = 3.0 * dense @ step
+    torch.testing.assert_close(model[0].weight.grad.flatten(), expected[:15])
+    torch.testing.assert_close(model[2].weight.grad[:2].flatten(), expected[20:30])
+    assert not model[2].weight.grad[2:].any()
+    with pytest.raises(ValueError, match=r"\['2.bias'\] are others, or missing"):
+        penalty({**now, "2.bias": torch.zeros(7)})

@@ -237,6 +237,54 @@ def untracked(affine: bool) -> Callable[[], nn.Module]:
     return partial(nn.BatchNorm1d, 3, affine=affine, track_running_stats=False)
 
 
+class _Scaled(torch.autograd.Function):
+    """A product with a parameter that only its own backward pass knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class _Counted(nn.Module):
+    """A parametrization with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return w * w.detach().square().sum().sqrt().reciprocal()
+
+
+def _kept(m: Any, h: Tensor) -> Tensor:
+    """What is made of a parameter once, as caches of eval mode do."""
+    if not m.cache:
+        m.cache.append(m.w.square() + 1)
+    return h * m.cache[0]
+
+
+def _table_of_all(m: Any, h: Tensor) -> Tensor:
+    """A table as long as a batch of three, and no row of an example."""
+    return h @ m.table(torch.arange(3)).tanh()
+
+
+def _tokens(m: Any, x: Tensor) -> Tensor:  # [N, T, 4] -> [N, 3, T]
+    h = torch.tanh(m.first(x)) + m.places(torch.arange(x.shape[1]))
+    return m.last(h * m.gain).mT
+
+
+def _dense_heads(m: Any, x: Tensor) -> Tensor:  # [N, T, 4] -> [N, 3, T]
+    h = torch.tanh(m.first(x)).transpose(0, 1)
+    return torch.stack([m.last(step) @ m.last.weight for step in h], 2)
+
+
 FLAT: dict[str, Callable[[], nn.Module]] = {
     "forces": instead(_forces),
     "gradient penalty": instead(_penalty),
@@ -295,6 +343,31 @@ FLAT: dict[str, Callable[[], nn.Module]] = {
         weights=lambda: nn.ParameterList([torch.zeros(3, 3), torch.zeros(3)]),
         more=lambda: nn.ParameterDict({"a": torch.zeros(3)}),
     ),
+    "all examples are one row": with_middle(lambda m, h: m.l(h[None]).squeeze(0), l=linear),
+    "all examples are one image": with_middle(
+        lambda m, h: m.l(h[None, None]).flatten(0, 2), l=linear
+    ),
+    "examples are places of a convolution": with_middle(
+        lambda m, h: m.c(h.mT[None]).squeeze(0).mT, c=lambda: nn.Conv1d(3, 3, 1)
+    ),
+    "examples are steps of a recurrence": with_middle(
+        lambda m, h: m.c(h[None].transpose(0, 1))[0].squeeze(1), c=lambda: nn.GRU(3, 3)
+    ),
+    "sequence of one step": with_middle(
+        lambda m, h: m.c(h[None])[0].squeeze(0), c=lambda: nn.GRU(3, 3)
+    ),
+    "a norm of one row": with_middle(lambda m, h: m.n(h[None]).squeeze(0), n=norm),
+    "a parameter in a function of its own": with_middle(
+        lambda m, h: _Scaled.apply(h, m.w), w=lambda: vector(3)
+    ),
+    "a parametrization with a state": with_middle(
+        lambda m, h: m.l(h),
+        l=lambda: parametrize.register_parametrization(linear(), "weight", _Counted()),
+    ),
+    "a cache in a list": with_middle(
+        lambda m, h: m.inner(h), inner=lambda: made(_kept, w=vector(3), cache=[])
+    ),
+    "a table as long as a batch": with_middle(_table_of_all, table=lambda: nn.Embedding(3, 3)),
     "batch norm in training mode": training(part=untracked(True)),
     "batch norm without parameters in training mode": training(part=untracked(False)),
     "dropout in training mode": training(part=lambda: nn.Dropout(0.5)),
@@ -304,6 +377,12 @@ STEPS: dict[str, Callable[[], nn.Module]] = {
     "time-major rows": instead(_time_major_rows),
     "positions without examples": lambda: made(
         _placed, first=nn.Linear(4, 3), places=nn.Embedding(2, 3)
+    ),
+    "tokens, positions and a gain": lambda: made(
+        _tokens, first=nn.Linear(4, 3), places=nn.Embedding(2, 3), last=linear(), gain=vector(3)
+    ),
+    "heads of each step that read a weight": lambda: made(
+        _dense_heads, first=nn.Linear(4, 3), last=linear()
     ),
     "relative bias": lambda: made(_biased, first=nn.Linear(4, 3), distance=nn.Embedding(3, 1)),
     "in_proj_weight shared": lambda: shared("in_proj_weight"),

@@ -53,6 +53,17 @@ def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
     return made(lambda m, x: of(x))
 
 
+def behind_one(layer: nn.Module, how: str) -> nn.Module:
+    """A layer of which all examples are one row, as code for sequences calls it."""
+    undo: dict[str, Callable[[Tensor], Tensor]] = {
+        "squeeze": lambda y: y.squeeze(0),
+        "flatten": lambda y: y.flatten(0, 1),
+        "take": lambda y: y[0],
+        "sum": lambda y: y.sum(0),
+    }
+    return made(lambda m, x: undo[how](m.layer(x[None])), layer=layer)
+
+
 def keyword(layer: nn.Module) -> nn.Module:
     """A layer that is called with a keyword."""
     return made(lambda m, x: m.layer(input=x), layer=layer)

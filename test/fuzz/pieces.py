@@ -274,6 +274,12 @@ PIECES: dict[str, Piece] = {
         lambda s, o: modules.two_inputs(s[-1], **o),
         0.7,
     ),
+    "behind one": Piece(
+        ANY,
+        lambda r, s: {"how": r.choice(["squeeze", "flatten", "take", "sum"])},
+        lambda s, o: modules.behind_one(nn.Linear(s[-1], s[-1]), o["how"]),
+        0.6,
+    ),
     "bare": plain(ANY, lambda s: modules.bare(s[-1]), 0.7),
     "wave": plain(ANY, lambda s: modules.wave(s[-1]), 0.7),
     "parametrized": Piece(

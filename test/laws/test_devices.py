@@ -557,6 +557,14 @@ def waits_of_an_inverse(name: str) -> emulator.Waits:
     return waits
 
 
+def waits_of_a_summary(name: str) -> emulator.Waits:
+    """Of damped blocks; their decompositions are those of an inverse."""
+    K = _of_model(name, 2)
+    with emulator.Waits() as waits:
+        K.summary(1e-2)
+    return waits
+
+
 def waits_of_bases(name: str) -> emulator.Waits:
     """What EKFAC waits for and KFAC does not."""
     model, data = emulated(name, 2)
@@ -629,6 +637,7 @@ NETWORKS = ("MLP", "ResNet", "GPT")
 WAITS: dict[str, tuple[Callable[[str], emulator.Waits], tuple[int, int, int]]] = {
     "batch": (waits_of_a_batch, (0, 0, 0)),
     "inverse": (waits_of_an_inverse, (4, 8, 7)),
+    "summary": (waits_of_a_summary, (5, 10, 9)),
     "second sweep": (waits_of_bases, (8, 12, 13)),
     "refresh": (waits_of_a_refresh, (6, 10, 9)),
     "refresh of factors": (waits_of_factored_inverses, (3, 3, 3)),

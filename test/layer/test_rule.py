@@ -66,7 +66,7 @@ def replaced() -> nn.Module:
         ),
         (
             lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
-            "holds the parameters.*weight normalization",
+            r"computes \['weight'\] from the parameters.*weight normalization",
         ),
     ],
 )

@@ -84,7 +84,7 @@ REFUSED: list[Refusal] = [
     (lambda: EYE3 + 1, TypeError,
      r"int can't be added to Dense.* Add c times the identity by A.shift\(c\), a matrix "),
     (lambda: torch.ones(3, 3) + EYE3,
-     TypeError, r"Tensor can't be added to Dense.*by A \+ Dense\(M\)"),
+     TypeError, r"Tensor can't be added to Dense.*by A \+ curvlinops_plus.linalg.Dense\(M\)"),
     (lambda: EYE3 + "A", TypeError, r"unsupported operand type\(s\)"),
     (lambda: np.asarray(EYE3),
      TypeError, r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy"),
@@ -223,7 +223,7 @@ REFUSED: list[Refusal] = [
     (lambda: SubmatrixLinearOperator(A9, [0, 1], [1, 0]).trace,
      NoClosedForm, r"2 x 2.* no closed form of `diagonal`"),
     # solvers
-    (lambda: cg(torch.eye(3), ONES), TypeError, r"LinearOperator, got Tensor; wrap it: Dense\(A\)"),
+    (lambda: cg(torch.eye(3), ONES), TypeError, r"got Tensor; wrap it: curvlinops_plus.linalg.Dense\(A\)"),
     (lambda: cg(EYE3, torch.ones(4)), ValueError, r"Expected shape \[3\]"),
     (lambda: cg(EYE3, torch.ones(3, dtype=F64)), TypeError, "got torch.float64"),
     (lambda: cg(Dense(normal(3, 2)), normal(3)),

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from curvlinops_plus import GGN, EmpiricalRisk
+from curvlinops_plus import GGN, EmpiricalRisk, KFACOptimizer
 from curvlinops_plus.risk.parameters import example_axes
+from test.helpers import normal
 
 DATA = [(torch.ones(4, 3), torch.zeros(4, 2))]
 
@@ -144,3 +145,82 @@ def test_axes_of_examples_are_read_from_classes_and_instances() -> None:
     model = nn.Sequential(TimeFirst(), nn.GRU(3, 2), nn.GRU(2, 2, batch_first=True))
     axes = example_axes(dict(model.named_modules()), {"2": 0})
     assert axes == {"0": 1, "0.inner": 1, "1": 1, "2": 0}
+
+
+class Encoder(nn.Module):
+    """Two layers inside a module, a head, and a second name for the head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.head.weight
+
+    def forward(self, X):
+        return self.again(self.head(self.encoder(X)))
+
+
+CALLED = {
+    "a parameter": (["encoder.2.weight"], ["encoder.2.weight"]),
+    "a module": (["head"], ["head.weight", "head.bias"]),
+    "modules in another order": (
+        ["head", "encoder.0"],
+        ["head.weight", "head.bias", "encoder.0.weight", "encoder.0.bias"],
+    ),
+    "a module of modules": (
+        ["encoder"],
+        ["encoder.0.weight", "encoder.0.bias", "encoder.2.weight", "encoder.2.bias"],
+    ),
+    "a glob": (["*.bias"], ["encoder.0.bias", "encoder.2.bias", "head.bias"]),
+    "a glob of modules": (["encoder.[2-9]"], ["encoder.2.weight", "encoder.2.bias"]),
+    "a second name": (["again.weight"], ["head.weight"]),
+    "an object": ("head.bias", ["head.bias"]),
+}
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_names_stand_for_parameters(case) -> None:
+    given, keys = CALLED[case]
+    model = Encoder().double()
+    if isinstance(given, str):  # a name beside a tensor
+        given = [model.head.bias]
+    every = dict(model.named_parameters())
+    data = [(normal(5, 3), normal(5, 4, seed=1))]
+    by_name = EmpiricalRisk(model, nn.MSELoss(), data, given)
+    by_tensor = EmpiricalRisk(model, nn.MSELoss(), data, [every[key] for key in keys])
+    assert list(by_name.params) == keys
+    assert all(by_name.params[key] is every[key] for key in keys)
+    assert torch.equal(GGN(by_name).to_dense(), GGN(by_tensor).to_dense())
+    with KFACOptimizer(model, nn.MSELoss(), params=given) as optimizer:
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+            id(every[key]) for key in keys
+        ]
+
+
+def test_names_beside_tensors_and_in_groups() -> None:
+    model = Encoder()
+    mixed = EmpiricalRisk(model, nn.MSELoss(), (), [model.head.bias, "encoder.0"])
+    assert list(mixed.params) == ["head.bias", "encoder.0.weight", "encoder.0.bias"]
+    groups = [{"params": ["encoder"], "lr": 0.2}, {"params": [model.head.bias]}]
+    with KFACOptimizer(model, nn.MSELoss(), lr=0.1, params=groups) as optimizer:
+        sizes = [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        assert sizes == [(0.2, 4), (0.1, 1)]
+    assert groups[0]["params"] == ["encoder"]  # as it was given
+    model.encoder[0].weight.requires_grad_(False)  # named, frozen ones are taken
+    assert "encoder.0.weight" in EmpiricalRisk(model, nn.MSELoss(), (), ["encoder.0"]).params
+
+
+def test_names_of_nothing_and_names_twice_are_refused() -> None:
+    model = Encoder()
+    for given in (["encoder.1"], ["encoder.0.weights"], [""], ["head", "bias"]):
+        with pytest.raises(ValueError, match=r"`params` names '.*It has 'encoder.0.weight', 'enc"):
+            EmpiricalRisk(model, nn.MSELoss(), (), given)
+        with pytest.raises(ValueError, match="`params` names '"):
+            KFACOptimizer(model, nn.MSELoss(), params=given)
+    with pytest.raises(ValueError, match="is the same parameter as"):
+        EmpiricalRisk(model, nn.MSELoss(), (), ["head", "head.bias"])
+    with pytest.raises(TypeError, match="`params` is a str; expected a list or a dict"):
+        EmpiricalRisk(model, nn.MSELoss(), (), "head")
+    with pytest.raises(TypeError, match="params is the str 'head'; expected a list of parameters"):
+        KFACOptimizer(model, nn.MSELoss(), params="head")

@@ -103,3 +103,30 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), data, biases, **options)
     sweep(risk, find_layers(risk.model, risk.params), Exact(), consume)
     assert set(seen) == {"0", "2"}
+
+
+# ----------------------------------------------------------- examples on a named axis, several times
+
+
+class Halves(nn.Module):
+    """A layer that sees both halves of each example side by side, on its second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 2)
+        set_numbers(self)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 6]
+        halves = torch.cat(x.chunk(2, -1)).transpose(0, 1)  # [T, 2·N, 3]
+        one, two = self.body(halves).tanh().chunk(2, 1)
+        return self.head((one * two).sum(0))
+
+
+def test_an_axis_with_twice_as_many_rows_as_examples() -> None:
+    """It is not moved to the front; with as many rows as positions they could be mixed up."""
+    model, X = Halves(), normal(3, 6, 6)
+    data = [(X, normal(3, 2))]
+    params = [*model.body.parameters()]
+    options = {"example_axis": {"body": 1}, "check": False}
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, params, **options), FullBlock)
+    close(K.to_dense(), ggn(model, data, params))

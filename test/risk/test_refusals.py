@@ -152,7 +152,7 @@ REFUSED: list[Refusal] = [
     (whole_numbers, ValueError, "torch.int64.*only real floating-point parameters"),
     (lambda: risk(params=MODEL.named_parameters()),
      ValueError, r"a tuple, .*dict\(model.named_par"),
-    (lambda: risk(params=["0.weight"]), ValueError, r"params\[0\], a str, is not a parameter"),
+    (lambda: risk(params=["0.weight"]), ValueError, r"`params` names '0.weight', and the model Linear has neither"),
     (lambda: risk(params=MODEL),
      TypeError, r"`params` is a Linear; .*list\(model.parameters\(\)\)"),
     (lambda: risk(params=MODEL.weight), TypeError, "`params` is a Parameter; expected a list"),

@@ -10,7 +10,6 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.state import checked
@@ -34,9 +33,10 @@ from curvlinops_plus.optim.kfac.policies import (
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.options import flag, integer, number, one_of, type_error
+from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
-from curvlinops_plus.risk.parameters import wrapped_processes
+from curvlinops_plus.risk.parameters import without_names, wrapped_processes
 from curvlinops_plus.risk.preserve import refuse_capture, untraced
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class KFACPreconditioner(TiedOptimizer):
         model: The network.
         loss: The loss, or several, as for `EmpiricalRisk`.
         damping: `λ`, or a function of the number of steps before.
-        params: Parameters, or groups of them with options of their own (`damping`,
-            `norm_constraint`); default: all that require a gradient. Parameters of one block belong
-            in one group.
+        params: Parameters or names, as for `EmpiricalRisk`, or groups of them with options of their
+            own (`damping`, `norm_constraint`); default: all that require a gradient. Parameters of
+            one block belong in one group.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update.
@@ -170,12 +170,15 @@ class KFACPreconditioner(TiedOptimizer):
         inverse_every = integer("inverse_every", inverse_every, low=1)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
-        if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
-            raise type_error("params", params, "a list of parameters, or of groups of them")
+        if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
+            raise type_error(
+                "params", params, "a list of parameters or names, or of groups of them"
+            )
+        given = params.values() if isinstance(params, Mapping) else params
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
         super().__init__(
-            params.values() if isinstance(params, Mapping) else params,
+            without_names(model, given),
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
         for group in self._read_groups(self.param_groups):
@@ -216,6 +219,11 @@ class KFACPreconditioner(TiedOptimizer):
         self._raw_options: Any = None  # of groups, as they are
         self._forget_inverse()
         self._read_options()
+
+    def __repr__(self) -> str:
+        trained = repr(self.curvature.risk).splitlines()[0]
+        taken = f"{self.steps} steps, {self.curvature.updates} updates of the statistics"
+        return f"{super().__repr__()}\nof {trained}\nafter {taken}"
 
     @property
     def last_step(self) -> StepReport:
@@ -327,6 +335,7 @@ class KFACPreconditioner(TiedOptimizer):
         Args:
             batches: As for `listen`; the model is run on each.
             steps: How many of them; default: all.
+            progressbar: Show a bar over them.
 
         Raises:
             ValueError: If a step was taken already, or the loss is a sum, whose batches would be
@@ -340,7 +349,7 @@ class KFACPreconditioner(TiedOptimizer):
                 f"warmup(...) averages means before the first step; {self.steps} steps, "
                 f"{reduction!r}."
             )
-        for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
+        for batch in shown(islice(batches, steps), "warmup", flag("progressbar", progressbar)):
             self.curvature.update(batch, decay=1.0)
         self._hooks.forget()
 
@@ -795,8 +804,8 @@ class KFACOptimizer(KFACPreconditioner):
         lr: `α`, or "adaptive": the minimum of the quadratic model.
         momentum: `μ`, or "adaptive".
         damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
-        params: Parameters, or groups of them with options of their own; default: all that require a
-            gradient.
+        params: Parameters or names, as for `EmpiricalRisk`, or groups of them with options of their
+            own; default: all that require a gradient.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update; batches are weighted by numbers of

@@ -107,8 +107,8 @@ class LossCall(NamedTuple):
         for option, value in self.options.items():
             of_loss = getattr(loss, option, defaults[option].default)
             if not _are_equal(value, of_loss):
-                came.append(f"{option}={_shown(value)}")
-                expected.append(f"{option}={_shown(of_loss)}")
+                came.append(f"{option}={_option_in_words(value)}")
+                expected.append(f"{option}={_option_in_words(of_loss)}")
         if not came:
             return ""
         as_loss = f"{title} with {', '.join(expected)}"
@@ -131,7 +131,7 @@ def _are_equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _shown(option: Any) -> str:
+def _option_in_words(option: Any) -> str:
     """An option in a message."""
     return f"a tensor {list(option.shape)}" if isinstance(option, Tensor) else repr(option)
 

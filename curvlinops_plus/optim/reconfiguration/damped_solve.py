@@ -10,12 +10,12 @@ or of the samples.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError, level_of_user
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
@@ -128,13 +128,21 @@ class CenteredFisherLinearOperator(LinearOperator):
         return linear_in(X, self._product, self._product)
 
     def __matmul__(self, X: Any) -> Any:
-        """`S @ X`; also a list or dict of complex tensors, without columns."""
-        tensors = X.values() if isinstance(X, Mapping) else X
-        in_container = isinstance(X, (Mapping, list, tuple))
-        if in_container and any(isinstance(t, Tensor) and t.is_complex() for t in tensors):
-            psi = self.scores.ensemble.psi
-            return psi.write(super().__matmul__(psi.read(X)), like=X)
-        return super().__matmul__(X)
+        """`S @ X`; also a list or dict of complex tensors, without columns.
+
+        If all parameters are real, `S` is, and multiplies real and imaginary parts by themselves.
+        """
+        psi = self.scores.ensemble.psi
+        tensors = [t for t in tree_leaves(X) if isinstance(t, Tensor)]
+        if not any(t.is_complex() for t in tensors):
+            return super().__matmul__(X)
+        if not any(p.is_complex() for p in psi.params.values()):
+            real = super().__matmul__(tree_map(torch.real, X))
+            imaginary = super().__matmul__(tree_map(_imaginary, X))
+            return tree_map(torch.complex, real, imaginary)
+        if isinstance(X, Tensor):
+            return super().__matmul__(X)
+        return psi.write(super().__matmul__(psi.read(X)), like=X)
 
     def _to_dense(self) -> Tensor:
         with plain_mode(self.device.type):
@@ -147,6 +155,10 @@ class CenteredFisherLinearOperator(LinearOperator):
     @property
     def trace(self) -> Tensor:
         return self.diagonal().sum()
+
+
+def _imaginary(t: Tensor) -> Tensor:
+    return t.imag if t.is_complex() else torch.zeros_like(t)
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,10 @@ class LogAmplitude:
         [P].
 
         Raises:
-            ValueError: If shapes, names or number of tensors are not those of the parameters.
+            ValueError: If shapes, names or number of tensors are not those of the parameters, or a
+                tensor is complex and its parameter real.
         """
+        self._require_real(tree)
         if isinstance(tree, Mapping):
             tree = self.space.flatten({name: as_real(t) for name, t in tree.items()})
         elif not isinstance(tree, Tensor):
@@ -178,6 +180,24 @@ class LogAmplitude:
         if form.columns:
             raise ValueError(f"Expected one vector, got {X.shape[1]} columns.")
         return X[:, 0]
+
+    def _require_real(self, tree: Any) -> None:
+        """Refuse complex numbers for real parameters, and in a flat vector."""
+        named = {"the flat vector": tree} if isinstance(tree, Tensor) else tree
+        if isinstance(tree, (list, tuple)):
+            named = dict(zip(self.params, tree))
+        complex_ones = [name for name, p in self.params.items() if p.is_complex()]
+        wrong = [
+            name
+            for name, t in (named.items() if isinstance(named, Mapping) else ())
+            if isinstance(t, Tensor) and t.is_complex() and name not in complex_ones
+        ]
+        if wrong:
+            raise ValueError(
+                f"Expected real numbers for real parameters and in flat vectors, got complex ones "
+                f"for {wrong}. Take real and imaginary parts by themselves, or the real part of a "
+                "gradient; flat parts of complex parameters are `torch.view_as_real` of them."
+            )
 
     def write(self, v: Tensor, like: Any = None) -> Any:
         """A flat vector [P] in the shapes and dtypes of the parameters, and in their container or
