@@ -32,12 +32,14 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 #: Pages that import what the package does not need.
 NEEDS = {
     "huggingface": ("transformers", "peft", "accelerate"),
+    "lightning": ("lightning",),
     "from_laplace_torch": ("torchmetrics", "laplace"),
     "sharpness": ("matplotlib",),
 }
 #: Pages that are not for a GPU as they stand.
 ON_THE_CPU = {
     "huggingface": "its trainer is asked for the CPU",
+    "lightning": "its trainer is asked for the CPU",
     "from_curvlinops": "the page adds NumPy's arrays and new tensors",
     "processes": "gloo can't send what an emulated GPU holds",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,3 +19,12 @@ class TiedOptimizer(torch.optim.Optimizer):
             "with the same arguments for the copy of the model, and pass on the state: "
             "other.load_state_dict(optimizer.state_dict())."
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over groups and state, as from a state that is loaded. PyTorch adds an option of its
+        own to the defaults, which states of before have not.
+        """
+        options = {*self.defaults}
+        super().__setstate__(state)
+        for name in {*self.defaults} - options:
+            del self.defaults[name]

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 from curvlinops_plus.contexts import entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.options import integer
+from curvlinops_plus.risk.output_forms import OutputForm
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Batch:
         unpack: Call the model as `model(**X)` rather than `model(X)`.
         first: How many examples came before in this pass.
         weight: Weights of the examples [N], in double precision; None for ones.
+        forms: For each loss the form in which it reads its output; empty if all read them as they
+            are.
     """
 
     X: Any
@@ -42,6 +45,7 @@ class Batch:
     unpack: bool = False
     first: int = 0
     weight: Tensor | None = None
+    forms: Sequence[OutputForm] = ()
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -190,7 +194,7 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     X = mapped(pick, batch.X)
     if kinds != {"examples"}:
         return None
-    return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack)
+    return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack, forms=batch.forms)
 
 
 # ------------------------------------------------------------------------------ the graph of a pass

@@ -67,19 +67,28 @@ def are_labels_shifted(
         # No label counts, or the output is not finite, which is reported elsewhere.
         return None
     f = f.detach()
-    plain = _mean(losses, f, y, axis)
-    shifted = _mean(losses, *shifted_labels(losses[0], f, y, axis))
-    near, far = sorted([abs(plain - model_loss), abs(shifted - model_loss)])
     rounding = TOLERANCE[f.element_size()] * max(abs(model_loss), 1.0)
-    if not near <= min(rounding, far / 4):
-        raise UnsupportedError(
-            f"{type(model).__name__} computes a loss of its own from `labels`, {model_loss:.6g} "
-            f"for {few.num_examples} examples; {losses[0].title} gives {plain:.6g}, and "
-            f"{shifted:.6g} with the output at position t compared with the label at t + 1. Say "
-            "EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False. "
-            f"{_DECODERS}"
-        )
-    return abs(shifted - model_loss) == near
+    for compared in (losses, _bare(losses)):
+        plain = _mean(compared, f, y, axis)
+        shifted = _mean(compared, *shifted_labels(losses[0], f, y, axis))
+        near, far = sorted([abs(plain - model_loss), abs(shifted - model_loss)])
+        if near <= min(rounding, far / 4):
+            return abs(shifted - model_loss) == near
+    raise UnsupportedError(
+        f"{type(model).__name__} computes a loss of its own from `labels`, {model_loss:.6g} "
+        f"for {few.num_examples} examples; {losses[0].title} gives {plain:.6g}, and "
+        f"{shifted:.6g} with the output at position t compared with the label at t + 1. Say "
+        "EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False. "
+        f"{_DECODERS}"
+    )
+
+
+def _bare(losses: Losses) -> Losses:
+    """The loss without class weights and smoothing, which trainers add to the loss of a model."""
+    loss = losses[0].loss
+    if type(loss) is nn.CrossEntropyLoss:
+        return Losses(nn.CrossEntropyLoss(ignore_index=loss.ignore_index))
+    return losses
 
 
 _DECODERS = (

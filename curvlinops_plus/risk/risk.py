@@ -34,6 +34,7 @@ from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
+from curvlinops_plus.risk.output_forms import in_form
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
@@ -409,13 +410,17 @@ class EmpiricalRisk(ModelParameters):
         batch.
         """
         outputs, class_axes = self.losses.select(out, self.options.output)
+        is_shifted = self.options.shift_labels
+        if is_shifted is None:
+            is_shifted = self.checked.shift
+        if batch.forms:  # the losses were called on these outputs and targets
+            outputs = tuple(map(in_form, outputs, batch.forms))
+            class_axes = (None,) * len(outputs)
+            is_shifted = False
         is_graph = not torch.compiler.is_compiling() and any(f.requires_grad for f in outputs)
         if self.checked.batch_norm and is_graph:
             self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
         targets = self.losses.matched(batch.y, "target", "The batch has")
-        is_shifted = self.options.shift_labels
-        if is_shifted is None:
-            is_shifted = self.checked.shift
         if is_shifted:
             parts = map(shifted_labels, self.losses, outputs, targets, class_axes)
             outputs, targets, class_axes = zip(*parts)

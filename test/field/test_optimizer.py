@@ -199,3 +199,18 @@ def test_parameters_in_place_of_the_model_are_named(kind: type) -> None:
             match=rf"The model is a \w+; .*{kind.__name__}\(model, loss, \.\.\.\).*params=",
         ):
             kind(*arguments, damping=0.1)
+
+
+def test_a_state_is_loaded_again() -> None:
+    """As accelerate does with the optimizer's own, before that of a checkpoint."""
+    model, optimizer = made()
+    t = torch.tensor(1.0, requires_grad=True)
+    of_amplitude = StochasticReconfiguration(lambda params, x: -params[0] * x**2, [t])
+    LOSS(model(X), Y).backward()
+    optimizer.step()
+    for tied in (optimizer, of_amplitude):
+        state = copy.deepcopy(tied.state_dict())
+        for _ in range(3):
+            tied.load_state_dict(state)
+        assert "differentiable" not in tied.defaults
+        assert "differentiable" in torch.optim.SGD([t]).defaults  # what PyTorch's have

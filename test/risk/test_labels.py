@@ -89,6 +89,21 @@ def test_the_model_tells(shift: bool, reduction: str) -> None:
     close(estimators[0].operator.trace, estimators[1].operator.trace)
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_smoothing_and_weights_are_not_the_models(shift: bool) -> None:
+    """A trainer adds them to a model's loss: it is compared without, and they count."""
+    weight = torch.arange(1.0, 10.0, dtype=torch.float64)
+    for options in (
+        {"label_smoothing": 0.2},
+        {"weight": weight},
+        {"weight": weight, "reduction": "sum"},
+    ):
+        loss = nn.CrossEntropyLoss(**options)
+        risk = EmpiricalRisk(Language(shift), loss, data())
+        expected = EmpiricalRisk(risk.model, loss, data(), shift_labels=shift).loss()
+        close(risk.loss(), expected)
+
+
 def test_neither_is_refused_with_the_numbers() -> None:
     risk = EmpiricalRisk(Language(True, 2.0), nn.CrossEntropyLoss(), data())
     words = r"Language computes a loss of its own.* \d\.\d+ for 4 examples; CrossEntropyLoss gives .*shift_labels=False"

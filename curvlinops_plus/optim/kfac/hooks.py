@@ -21,7 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.users_pass import PassStart, UsersPass
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
+from curvlinops_plus.optim.kfac.loss_calls import LossCall, LossFunctions, function_of_loss
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
+from curvlinops_plus.risk.output_forms import Change, OutputForm, form_of
 from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where
@@ -41,6 +43,8 @@ class _Call:
         outputs: What the losses read of what the model returned.
         versions: Of these tensors when the model returned them.
         targets: Of the losses that were called, by their index.
+        values: What these have returned.
+        forms: In which they have read the outputs.
     """
 
     users_pass: UsersPass
@@ -50,15 +54,25 @@ class _Call:
     outputs: Sequence[Tensor] = ()
     versions: Sequence[int] = ()
     targets: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    forms: dict[int, OutputForm] = field(default_factory=dict)
+
+    def form_of(self, f: Any, index: int) -> OutputForm | None:
+        """The form in which a loss has read its output; None if that was not the output."""
+        output = self.outputs[index]
+        if not isinstance(f, Tensor) or self.versions[index] != output._version:
+            return None
+        return form_of(f, output, self.users_pass.batch.num_examples)
 
 
 class Hooks:
     """Records the batches of a step.
 
     A call of the model in training mode with gradients is recorded if its step updates the
-    statistics or evaluates its batches once more. Calls that no loss is applied to are dropped, and
-    so are outputs that were written to. A call whose input or output can't be read, such as one for
-    features, belongs to no loss.
+    statistics or evaluates its batches once more. Its losses are those that were given, as objects,
+    and while it waits for them equal ones and their functions. Calls that no loss is applied to are
+    dropped, and so are outputs that were written to. A call whose input or output can't be read,
+    such as one for features, belongs to no loss.
 
     A recording belongs to the thread that has called the model; meanwhile others may call it, and
     are not recorded. PyTorch tells nobody of a call that Ctrl-C has ended: its recording ends when
@@ -76,6 +90,7 @@ class Hooks:
         kept: These, with what their forward passes began with.
         error: Of a batch that could not be added.
         unreadable: Why the last call that can't be read can't, None if this step had none.
+        miss: What was wrong with a loss that was nearly heard, "" if there was none.
         paused: Whether calls are none of this training.
     """
 
@@ -88,6 +103,7 @@ class Hooks:
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
         self.unreadable: Exception | None = None
+        self.miss = ""
         #: Tensors that such calls have returned, to the reason.
         self._unreadable = WeakIdKeyDictionary()
         self.keeps = False
@@ -98,7 +114,10 @@ class Hooks:
         #: Index of a loss to what it was multiplied with in the first step.
         self._factors: dict[int, list[Tensor]] = {}
         losses = [loss.loss for loss in estimator.risk.losses]
+        self._functions = LossFunctions(self._function)
         handles = []
+        #: Whether any of the losses is also a function.
+        self._has_functions = any(map(function_of_loss, losses))
         if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
             handles += [
                 model.register_forward_pre_hook(_hook(self._enter), with_kwargs=True),
@@ -108,6 +127,7 @@ class Hooks:
                 hook = _hook(self._loss, i)
                 handles.append(loss.register_forward_hook(hook, with_kwargs=True))
         contexts = ExitStack()
+        contexts.callback(self._functions.end)
         for handle in handles:
             contexts.callback(handle.remove)
         #: Remove all hooks.
@@ -116,6 +136,7 @@ class Hooks:
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
         self._end_interrupted()
+        self.end_waiting()
         for call in self._waiting:
             call.users_pass.close()
         self._waiting = []
@@ -125,6 +146,11 @@ class Hooks:
         self.kept.clear()
         self._unreadable.clear()
         self.unreadable = None
+        self.miss = ""
+
+    def end_waiting(self) -> None:
+        """Functions of this thread are not watched for losses until the model is called again."""
+        self._functions.end()
 
     def load(self, steps: int, batches: int, examples: int) -> None:
         """Go on after these steps, with this many batches and examples since the last one."""
@@ -169,6 +195,7 @@ class Hooks:
         if self._is_paused:
             return
         self._end_interrupted()
+        self.end_waiting()
         due = self.due
         if not (due or self.keeps) or not module.training or not torch.is_grad_enabled():
             return
@@ -197,9 +224,14 @@ class Hooks:
         if self._is_paused:
             return
         call = self._open.pop(threading.current_thread(), None)
-        if call is None:
-            return
-        if output is None:  # the call has failed
+        if call is not None:
+            self._await_losses(call, output)
+        if self._has_functions and (self._waiting or self._unreadable):
+            self._functions.begin()
+
+    def _await_losses(self, call: _Call, output: Any) -> None:
+        """A call has returned, or has failed, without an output."""
+        if output is None:
             return call.users_pass.close()
         call.users_pass.end(output)
         risk = self._estimator.risk
@@ -218,6 +250,7 @@ class Hooks:
             self._waiting.remove(waiting[0])
             waiting[0].users_pass.close()
 
+    # ------------------------------------------------------------------------ losses of these calls
     def _loss(
         self,
         index: int,
@@ -226,35 +259,84 @@ class Hooks:
         kwargs: dict[str, Any],
         value: Any,
     ) -> None:
+        """The very loss that was given was called."""
         if not (self._waiting or self._unreadable) or self._is_paused:
             return
         if kwargs:
             args = inspect.signature(module.forward).bind(*args, **kwargs).args
-        if len(args) < 2:
-            return
-        f = args[0]
+        if len(args) >= 2:
+            self._hear(index, args[0], args[1], value)
+        if not self._waiting:
+            self.end_waiting()
+
+    def _function(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    ) -> bool:
+        """A loss function was called, perhaps by a loss that equals a given one; says whether no
+        call waits any more.
+        """
+        if self._is_paused:
+            return False
+        called = LossCall.read(function, args, kwargs)
+        misses = []
+        for index, loss in enumerate(self._estimator.risk.losses):
+            is_output = any(call.form_of(called.f, index) is not None for call in self._waiting)
+            problem = called.problem(loss.loss)
+            if not problem and self._hear(index, called.f, called.y, value):
+                return not self._waiting
+            if is_output:
+                misses.append(f"{problem}, which the optimizer was given.")
+            elif not problem and self._waiting:
+                shapes = [list(call.outputs[index].shape) for call in self._waiting]
+                misses.append(
+                    f"{function.__name__} was called on something else than the output of the "
+                    f"model, {', '.join(map(str, shapes))}, or on one that was changed. It may "
+                    "have another shape, order of axes or dtype, and nothing else."
+                )
+        self.miss = " ".join(misses[:1]) or self.miss
+        return False
+
+    def _hear(self, index: int, f: Any, y: Any, value: Any) -> bool:
+        """A loss was called; says whether it is that of a call which waits for it."""
         risk = self._estimator.risk
-        for call in [*self._waiting]:
-            if call.outputs[index] is f and call.versions[index] == f._version:
-                break
-        else:
+        forms = [(call, call.form_of(f, index)) for call in self._waiting]
+        # Of the output itself rather than of another one that it was made of.
+        forms.sort(key=lambda pair: pair[1] != ())
+        call, form = next(((c, form) for c, form in forms if form is not None), (None, None))
+        if call is None or form is None:
             error = self._unreadable.get(f) if isinstance(f, Tensor) else None
             if error is None:
-                return
+                return False
             self._unreadable.clear()  # an error that is raised keeps frames, and these the graph
             raise error
         if self.steps == 0 and isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(self._factors.setdefault(index, []).append)
-        call.targets.setdefault(index, args[1])
-        if len(call.targets) < len(risk.losses):  # others will be called on this output
-            return
-        self._waiting.remove(call)
+            if call.values.get(index) is not value:  # a module and its function
+                value.register_hook(self._factors.setdefault(index, []).append)
+            call.values[index] = value
+        if isinstance(y, Tensor) and not y.ndim and call.users_pass.batch.num_examples == 1:
+            axes = range(max(f.ndim, 1))
+            form = (*form, Change(axes, f.shape, f.dtype))  # one example without an axis for it
+            y = y[None]
+        call.targets.setdefault(index, y)
+        call.forms.setdefault(index, form)
+        if len(call.targets) == len(risk.losses):  # else others will be called on this output
+            self._waiting.remove(call)
+            self._add(call)
+        return True
+
+    def _add(self, call: _Call) -> None:
+        """Add a batch whose targets are known."""
         # An error was of a batch that no step was taken for, as after an overflow that a gradient
         # scaler has seen.
         self.error = None
+        risk = self._estimator.risk
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
+        users_pass = call.users_pass
+        if any(call.forms.values()):
+            forms = [call.forms[i] for i in range(len(risk.losses))]
+            users_pass.batch = replace(users_pass.batch, forms=forms)
         if call.start is not None:
-            self.keep(replace(call.users_pass.batch, y=y), call.start)
+            self.keep(replace(users_pass.batch, y=y), call.start)
         if call.due:
             try:
                 # Several batches of a step are one update.

@@ -132,13 +132,18 @@ class KFACPreconditioner(TiedOptimizer):
     _reject: float | None = None
 
     def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """Look at the model before Python counts arguments: other optimizers take parameters, and
-        no loss.
+        """Look at model and loss before Python counts arguments: other optimizers take parameters,
+        and no loss.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"The model is a {type(model).__name__}; expected the nn.Module itself, before the "
                 f"loss: {cls.__name__}(model, loss, ...). Some of its parameters alone are params=."
+            )
+        if not args and "loss" not in kwargs:
+            raise TypeError(
+                f"{cls.__name__}(model, loss, ...) needs the loss that is minimised, such as "
+                "nn.CrossEntropyLoss(): the curvature is that of the loss."
             )
         return super().__new__(cls)
 
@@ -289,9 +294,9 @@ class KFACPreconditioner(TiedOptimizer):
     def listen(self, batch: Any) -> Iterator[None]:
         """Record a batch for the statistics of this step from your forward pass.
 
-        For losses that are functions, and models that are called inside of other code: call the
-        model once in here, and go backward afterwards. Several batches before a step are one
-        update, each weighed by its examples.
+        For losses that are not heard, such as those inside of models, and for models that are
+        called inside of other code: call the model once in here, and go backward afterwards.
+        Several batches before a step are one update, each weighed by its examples.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with
@@ -391,6 +396,7 @@ class KFACPreconditioner(TiedOptimizer):
         if closure is not None:
             with GradMode(True):
                 loss = closure()
+        self._hooks.end_waiting()
         device = self.curvature.risk.device.type
         refuse_capture(device)
         with GradMode(False), full_precision(device):
@@ -469,13 +475,14 @@ class KFACPreconditioner(TiedOptimizer):
                 f"read: {hooks.unreadable}"
             ) from hooks.unreadable
         names = ", ".join(loss.title for loss in self.curvature.risk.losses)
+        miss = f" {hooks.miss}" if hooks.miss else ""
         raise RuntimeError(
-            "No batch was recorded since the last step. Recorded are calls of the model, in "
-            f"training mode and with gradients, and then of {names}, as the optimizer was "
-            "given it, on what the model returned. For losses that are functions, and for "
-            "outputs that are changed before the loss:\n    with optimizer.listen((X, y)):\n   "
-            "     output = model(X)\n    function(output, y).backward()\nstrict=False steps "
-            "with the statistics of before."
+            f"No batch was recorded since the last step.{miss} Recorded are calls of the model, in "
+            f"training mode and with gradients, and then of {names} on what the model returned: "
+            "the module that the optimizer was given, another one with the same options, or their "
+            "function. For other losses, and for outputs that are changed before the loss:\n    "
+            "with optimizer.listen((X, y)):\n        output = model(X)\n    function(output, "
+            "y).backward()\nstrict=False steps with the statistics of before."
         )
 
     def _finish_statistics(self) -> _Recorded:
@@ -782,11 +789,12 @@ class KFACOptimizer(KFACPreconditioner):
     `momentum`, `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's
     weight and bias) belong in one group.
 
-    Nothing about a training loop changes: hooks on the model and on the loss module record the
-    calls, in training mode with gradients enabled. They are removed by `close()`, at the end of
-    `with KFACOptimizer(...) as optimizer:`, and with the optimizer. For losses that are functions,
-    or outputs that are changed before the loss, see `listen`. Several batches before a step are one
-    update. `step(closure)` is PyTorch's.
+    Nothing about a training loop changes: hooks on the model record its calls, in training mode
+    with gradients enabled, and hear their losses: the modules that were given, others with the same
+    options, or their functions, as `F.cross_entropy(output, y)`; on the output in any shape, order
+    of axes or dtype. They are removed by `close()`, at the end of `with KFACOptimizer(...) as
+    optimizer:`, and with the optimizer. For other losses, and outputs that are changed before the
+    loss, see `listen`. Several batches before a step are one update. `step(closure)` is PyTorch's.
 
     Parameters without gradient, or of layers that no batch has called yet, don't change. Steps that
     don't call a layer don't change its curvature.

@@ -75,6 +75,8 @@ REFUSED: list[Refusal] = [
     (made(nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
     (lambda: KFACOptimizer(net().parameters(), CE),
      TypeError, "The model is a generator; expected"),
+    (lambda: KFACOptimizer(net(), lr=0.1),
+     TypeError, r"KFACOptimizer\(model, loss, ...\) needs the loss that is minimised, such as nn"),
     (lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE),
      ValueError, "only real floating-point"),
     (lambda: made()().add_param_group({"params": nn.Parameter(torch.zeros(2))}),
@@ -120,7 +122,7 @@ def written_to(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
 
 def after_evaluating(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
     loss(model.eval()(X), y)
-    return F.cross_entropy(model.train()(X), y)
+    return F.cross_entropy(2 * model.train()(X), y)
 
 
 UNHEARD: list[Callable[..., Tensor]] = [
@@ -129,7 +131,7 @@ UNHEARD: list[Callable[..., Tensor]] = [
     lambda model, loss, X, y: loss(
         functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, X), y
     ),
-    lambda model, loss, X, y: nn.CrossEntropyLoss()(model(X), y),
+    lambda model, loss, X, y: nn.CrossEntropyLoss(reduction="sum")(model(X), y),
     lambda model, loss, X, y: loss(model(X)[:, :2], y % 2),
     lambda model, loss, X, y: loss(copy.deepcopy(model)(X), y),
     written_to,
