@@ -156,7 +156,7 @@ def find_functions(
     instead = _instead_of_rules(dry, failed_for_good, previous)
     outside |= {key: dry.reads[key] for key in instead}
     # Parameters that are read by anything but products, some of them as tables.
-    taken = {*failed_for_good, *previous.enclosing}.difference(instead)
+    taken = {*failed_for_good, *previous.enclosing, *dry.unseen}.difference(instead)
     by_tables = dict.fromkeys(instead)
     for key, reads in outside.items():
         if key not in taken and not all(read.product for read in reads):
@@ -192,7 +192,9 @@ def find_functions(
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
     broadcast = {
-        key: tuple(dict.fromkeys(place for read in outside[key] for place in read.broadcasts))
+        key: tuple(
+            dict.fromkeys(place for read in outside.get(key, ()) for place in read.broadcasts)
+        )
         for key in _broadcast(dry, by_tables, taken, enclosing)
     }
     kept = [key for key in instead if key in broadcast]
@@ -266,7 +268,7 @@ def _enclosing_module(
             around = [name for name in around if name not in holders or name == ""]
     if around:
         return around[-1]
-    if key in failed and key not in dry.reads:
-        # Read where nothing is seen, as under `vmap`.
+    if key in dry.unseen or (key in failed and key not in dry.reads):
+        # Read where nothing is seen, as under `vmap` or in an autograd function.
         return ""
     return before
