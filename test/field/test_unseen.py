@@ -31,6 +31,21 @@ class Product(torch.autograd.Function):
         return grads[0] @ b.T, a.T @ grads[0]
 
 
+class Holder(nn.Module):
+    """A module that is not called."""
+
+    def __init__(self, p: nn.Parameter) -> None:
+        super().__init__()
+        self.p = p
+
+
+CONTAINERS: dict[str, Any] = {
+    "dict": lambda p: nn.ParameterDict({"default": p}),
+    "list": lambda p: nn.ParameterList([p]),
+    "module": Holder,
+}
+
+
 class Held(nn.Module):
     """Beside a layer, a product of factors that containers hold; one of them may be zero."""
 
@@ -40,13 +55,7 @@ class Held(nn.Module):
         factors = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2, 3))]
         if zero:
             factors[1] = nn.Parameter(torch.zeros(2, 3))
-        if container == "dict":
-            self.held: Any = nn.ParameterDict(dict(zip("ab", factors, strict=True)))
-        elif container == "list":
-            self.held = nn.ParameterList(factors)
-        else:
-            self.held = nn.Module()
-            self.held.a, self.held.b = factors
+        self.held = nn.ModuleList(map(CONTAINERS[container], factors))
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +65,7 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["random", "zero at first"])
-@pytest.mark.parametrize("container", ["dict", "list", "module"])
+@pytest.mark.parametrize("container", CONTAINERS)
 def test_what_an_autograd_function_reads_has_its_curvature(container: str, zero: bool) -> None:
     torch.manual_seed(0)
     model = Held(container, zero).double().eval()
