@@ -33,6 +33,7 @@ from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.replay import held_parameters
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Kronecker, LinearOperator
 from curvlinops_plus.linalg.pieces import rows_at_once
@@ -229,6 +230,9 @@ class _PredictedInputs:
         """
         risk = self.risk
         params = {key: p.detach() for key, p in risk.params.items()}
+        key_of = {id(p): key for key, p in risk.own_params.items()}
+        held = held_parameters(risk.model).items()
+        places = {name: key_of[id(p)] for name, p in held if id(p) in key_of}
         forms: list[Any] = []
         N = batch.num_examples
 
@@ -238,7 +242,8 @@ class _PredictedInputs:
             else:
                 x = x[None]
             args, kwargs = ((), x) if batch.unpack else ((x,), {})
-            out = functional_call(risk.model, params, args, dict(kwargs))
+            tensors = {name: params[key] for name, key in places.items()}
+            out = functional_call(risk.model, tensors, args, dict(kwargs), tie_weights=False)
             (f,), (axis,) = risk.losses.select(out, risk.options.output)
             forms.append((f.shape, axis))
             F = self._canonical(f, 1, axis)[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import embedding, group_norm
+from torch.nn.functional import embedding, embedding_bag, group_norm
 from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.contexts import Endings
@@ -80,11 +80,12 @@ def differentiable(risk: EmpiricalRisk, compiled: bool = False) -> Iterator[None
 
 
 class DerivativeFixes(TorchFunctionMode):
-    """While active, replaces two operations of which PyTorch has wrong derivatives by others of the
-    same values.
+    """While active, replaces three operations by others of the same values, as PyTorch has wrong
+    derivatives of them or none.
 
     Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the
-    `padding_idx` of tables, and their gradients by `scale_grad_by_freq` are no derivatives.
+    `padding_idx` of tables, and their gradients by `scale_grad_by_freq` are no derivatives; bags
+    have neither forward mode nor second derivatives.
 
     Attributes:
         any: Whether it has replaced an operation.
@@ -102,6 +103,9 @@ class DerivativeFixes(TorchFunctionMode):
             return _weight_norm(*args, **kwargs)
         if func is embedding:
             return self._embedding(*args, **kwargs)
+        if func is embedding_bag and kwargs.get("max_norm", (*args, *[None] * 3)[3]) is None:
+            self.any = True
+            return _bags(*args, **kwargs)
         self.group_norm |= func is group_norm or func is torch.group_norm
         return func(*args, **kwargs)
 
@@ -122,6 +126,44 @@ class DerivativeFixes(TorchFunctionMode):
             return rows
         is_padding = index == padding_idx % len(table)
         return torch.where(is_padding[..., None], rows.detach(), rows)
+
+
+def _bags(
+    index: Tensor,
+    table: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Sums, means or maxima of rows of a table, `[bags, d]`, without those of `padding_idx`; of an
+    empty bag zeros.
+    """
+    if offsets is None:
+        offsets = torch.arange(0, index.numel(), index.shape[1], device=index.device)
+        index = index.flatten()
+    elif include_last_offset:
+        offsets = offsets[:-1]
+    if mode == "max":
+        options = (False, 2, False, None, False, padding_idx)
+        _, _, sizes, largest = torch.embedding_bag(table.detach(), index, offsets, *options)
+        return torch.where(sizes[:, None] > 0, table.gather(0, largest.long()), 0)
+    places = torch.arange(len(index), device=index.device)
+    bag = torch.searchsorted(offsets.long(), places, right=True) - 1
+    counts = torch.ones_like(index, dtype=table.dtype)
+    if padding_idx is not None:
+        counts = (index != padding_idx % len(table)).to(table.dtype)
+    factors = counts if per_sample_weights is None else counts * per_sample_weights.flatten()
+    zeros = table.new_zeros(len(offsets), table.shape[1])
+    sums = zeros.index_add(0, bag, embedding(index, table) * factors[:, None])
+    if mode == "sum":
+        return sums
+    return sums / zeros[:, 0].index_add(0, bag, counts).clamp(min=1)[:, None]
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvlinops_plus.exact.differentiable import DerivativeFixes
+from curvlinops_plus.layer.replay import held_buffers, held_parameters
 from curvlinops_plus.risk import Draws, EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.loss_passes import LossWeights
@@ -43,18 +44,18 @@ class Names:
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             self.model = self.model.module
         self.model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
-        held = _names_by_id(self.model.named_parameters(remove_duplicate=False))
+        held = _names_by_id(held_parameters(self.model))
         self.parameters = [held[id(p)] for p in risk.own_params.values()]
-        self.buffers = [*_names_by_id(self.model.named_buffers(remove_duplicate=False)).values()]
+        self.buffers = [*_names_by_id(held_buffers(self.model)).values()]
 
     def buffer_copies(self) -> list[Tensor]:
         """Copies of the buffers, in their order here."""
         return [self.model.get_buffer(names[0]).clone() for names in self.buffers]
 
 
-def _names_by_id(named: Any) -> dict[int, list[str]]:
+def _names_by_id(held: Mapping[str, Tensor]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, t in named:
+    for name, t in held.items():
         names.setdefault(id(t), []).append(name)
     return names
 

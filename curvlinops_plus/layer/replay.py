@@ -92,6 +92,34 @@ def is_parametrized(module: nn.Module) -> bool:
     return "parametrizations" in module._modules and parametrize.is_parametrized(module)
 
 
+def held_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that modules hold, by one name for each place; of tied ones there are several.
+
+    PyTorch's names of a module that is in two places are two, and `functional_call` with both would
+    leave in it what it was given.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> list(held_parameters(nn.Sequential(layer, nn.Tanh(), layer)))
+        ['0.weight']
+    """
+    return _by_place(module, lambda m: m._parameters)
+
+
+def held_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that modules hold, likewise."""
+    return _by_place(module, lambda m: m._buffers)
+
+
+def _by_place(module: nn.Module, held: Callable[[nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{prefix}.{name}" if prefix else name: t
+        for prefix, m in module.named_modules()
+        for name, t in held(m).items()
+        if t is not None
+    }
+
+
 class Call:
     """One call of a module, repeated for single examples with detached copies of its tensors, in
     float32 at least.
@@ -129,7 +157,7 @@ class Call:
 
     def _read_parameters(self, names: Sequence[str] | None) -> None:
         """The parameters whose gradients are asked for, and all other tensors of the module."""
-        inner = dict(self.module.named_parameters(remove_duplicate=False))
+        inner = held_parameters(self.module)
         if names is None:
             targets = differentiable_parameters(self.module)
             # A child that shares a parameter keeps using its own copy (`tie_weights=False`).
@@ -151,8 +179,7 @@ class Call:
             if name not in self.aliases
         }
         self.buffers = {
-            name: at_least_float32(b.detach())
-            for name, b in self.module.named_buffers(remove_duplicate=False)
+            name: at_least_float32(b.detach()) for name, b in held_buffers(self.module).items()
         }
 
     def _read_inputs(

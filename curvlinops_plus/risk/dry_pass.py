@@ -68,10 +68,12 @@ class ParameterRead:
     broadcasts: list[Place] = field(default_factory=list)
     is_mixed: bool = False
 
-    @property
-    def is_broadcast(self) -> bool:
-        """Whether all that the model does with it is broadcasting."""
-        return bool(self.broadcasts) and not self.is_mixed
+
+def are_broadcast(reads: Sequence[ParameterRead]) -> bool:
+    """Whether all that the model does with what is read is broadcasting; some of it may lead
+    nowhere, as what is detached.
+    """
+    return any(read.broadcasts for read in reads) and not any(read.is_mixed for read in reads)
 
 
 class DryPass:
@@ -86,6 +88,9 @@ class DryPass:
 
     Attributes:
         reads: Key to the functions that read the parameter.
+        unseen: Keys of the parameters that outputs depend on although nothing was seen to read
+            them, of modules that are not called, such as what an `nn.ParameterDict` holds for an
+            autograd function.
         of_gathered: Keys of the parameters of layers that see gathered rows.
         moves_rows: Whether layers see rows in another order than that of the examples, or another
             number of each of them.
@@ -106,8 +111,10 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self.reads: dict[str, list[ParameterRead]] = {}
+        self.unseen: set[str] = set()
         self.of_gathered: set[str] = set()
         self.moves_rows = False
+        self._called = set[str]()
         self._rows = GatheredRows(batch.num_examples)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
@@ -130,11 +137,31 @@ class DryPass:
                     endings.callback(module.register_forward_pre_hook(before, prepend=True).remove)
                     endings.callback(module.register_forward_hook(after, **options).remove)
                 endings.enter_context(FunctionCalls(self._receive))
-                self.risk.run(batch, model)
+                outputs, *_ = self.risk.run(batch, model)
+            self.unseen = self._reached(outputs)
 
         self.risk.at(self._free, run)
 
+    def _reached(self, outputs: Iterable[Tensor]) -> set[str]:
+        """Keys of the parameters in the graph of the outputs that nothing was seen to read, of
+        modules that were not called.
+        """
+        idle = [use for use in self.uses if use.without_rule and use.name not in self._called]
+        unread = {key for use in idle for key in use.keys.values() if key not in self.reads}
+        key_of = {id(self._free[key]): key for key in unread}
+        reached: set[str] = set()
+        nodes = [t.grad_fn for t in outputs if unread]
+        visited: set[Any] = {None}
+        while nodes:
+            node: Any = nodes.pop()
+            if node not in visited:
+                visited.add(node)
+                reached.add(key_of.get(id(getattr(node, "variable", None)), ""))
+                nodes += [earlier for earlier, _ in node.next_functions]
+        return reached & unread
+
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._called.add(name)
         answers: set[str] = set()
         for use in self.uses:
             if use.name == name and use.function is None and not use.without_rule:
@@ -199,7 +226,9 @@ class DryPass:
             if not outputs and sources is not None:
                 self._tables.add(out, ())
             return out
-        for call in affine_calls(function, args, kwargs):
+        # A bias beside a computed weight is read with it.
+        by_weight = any(read.computed for read, _ in reads)
+        for call in [] if by_weight else affine_calls(function, args, kwargs):
             product = self._product(call, examples)
             if product is None:
                 continue

@@ -26,7 +26,7 @@ from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.progress import known_length
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
-from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct
+from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct, are_broadcast
 from curvlinops_plus.risk.found_reads import FoundReads, ParameterProduct
 from curvlinops_plus.risk.layers import (
     Layer,
@@ -157,11 +157,11 @@ def find_functions(
     instead = _instead_of_rules(dry, failed_for_good, previous)
     outside |= {key: dry.reads[key] for key in instead}
     # Parameters that are read by anything but products, some of them as tables.
-    taken = {*failed_for_good, *previous.enclosing}.difference(instead)
+    taken = {*failed_for_good, *previous.enclosing, *dry.unseen}.difference(instead)
     by_tables = dict.fromkeys(instead)
     for key, reads in outside.items():
         if key not in taken and not all(read.product for read in reads):
-            if all(read.is_broadcast for read in reads):
+            if are_broadcast(reads):
                 by_tables[key] = None
             else:
                 taken.add(key)
@@ -193,7 +193,9 @@ def find_functions(
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
     broadcast = {
-        key: tuple(dict.fromkeys(place for read in outside[key] for place in read.broadcasts))
+        key: tuple(
+            dict.fromkeys(place for read in outside.get(key, ()) for place in read.broadcasts)
+        )
         for key in _broadcast(dry, by_tables, taken, enclosing)
     }
     kept = [key for key in instead if key in broadcast]
@@ -235,7 +237,7 @@ def _instead_of_rules(dry: DryPass, failed: Collection[str], previous: FoundRead
         # All of a layer's, since what its module returns is one table.
         keys = [key for key in use.keys.values() if key in failed]
         reads = [read for key in keys for read in dry.reads.get(key, ())]
-        if known.isdisjoint(keys) and reads and all(read.is_broadcast for read in reads):
+        if known.isdisjoint(keys) and are_broadcast(reads):
             instead += [key for key in keys if key in dry.reads and key not in instead]
     return instead
 
@@ -267,7 +269,7 @@ def _enclosing_module(
             around = [name for name in around if name not in holders or name == ""]
     if around:
         return around[-1]
-    if key in failed and key not in dry.reads:
-        # Read where nothing is seen, as under `vmap`.
+    if key in dry.unseen or (key in failed and key not in dry.reads):
+        # Read where nothing is seen, as under `vmap` or in an autograd function.
         return ""
     return before

@@ -11,7 +11,14 @@ import torch
 # PyTorch's own optimizers are made of these; its type hints don't list them.
 from torch import Tensor, _foreach_add_, _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore
 
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker, LinearOperator
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Kronecker,
+    LinearOperator,
+)
 from curvlinops_plus.optim.kfac.policies import GroupOptions, NormConstraint
 
 GroupVectors = list[Tensor]  # one per group
@@ -42,6 +49,7 @@ class StepVectors:
         groups: Number of the option group of each vector.
         blocks: The names of the blocks of each vector.
         keys: Of the parameters, in the order of their entries.
+        still: Places among them of those without a gradient, in diagonal blocks: they don't move.
         params: Themselves.
         gradient: `g`, each `[n]`.
         direction: `P g` and `C P g`, each `[2, n]`.
@@ -53,7 +61,8 @@ class StepVectors:
             device than the CPU perhaps as a 0-d tensor.
 
     Raises:
-        ValueError: If some parameters of a block have a gradient, and others have none.
+        ValueError: If some parameters of a block that is no diagonal have a gradient, and others
+            have none.
     """
 
     options: list[GroupOptions]
@@ -75,7 +84,13 @@ class StepVectors:
         self.keys = [key for layout in layouts for key in layout.names]
         self.params = [params[key] for key in self.keys]
         #: Numbers of the option groups of the parameters.
-        self._owners = [groups[key] for key in self.keys]
+        self._owners = [
+            number
+            for number, names in blocks.items()
+            for name in names
+            for _ in K.layouts[name].names
+        ]
+        self.still = [i for i, key in enumerate(self.keys) if key not in groups]
 
         sizes = [sum(K.layouts[name].dim for name in names) for names in self.blocks]
         memory = {"dtype": dtype, "device": K.device}
@@ -165,8 +180,8 @@ class StepVectors:
         """
         gradients = []
         for p in self.params:
-            assert p.grad is not None
-            gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            g = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append(g.to_dense() if g.is_sparse else g)
         _foreach_copy_(self._gradient_entries, self._taken_apart(gradients))
         if sign < 0:
             _foreach_mul_(self.gradient, -1)
@@ -245,6 +260,8 @@ class StepVectors:
             params = self._taken_apart(self.params)
             for entries, p, o in zip(self._displacement_entries, params, self._decays, strict=True):
                 entries.sub_(p, alpha=w[0] * o.rates[0] * o.decoupled)
+        for i in self.still:
+            self._displacement_entries[i].zero_()
         return self._shrinks
 
     def _bound(self, of: str, vectors: GroupVectors) -> None:
@@ -337,7 +354,8 @@ def _blocks_by_group(K: BlockDiagonal, groups: Mapping[str, int]) -> dict[int, l
     blocks: dict[int, list[str]] = {}
     for name, layout in K.layouts.items():
         keys = [key for key in layout.names if key in groups]
-        if 0 < len(keys) < len(layout.names):
+        # In a diagonal nothing moves along with others.
+        if 0 < len(keys) < len(layout.names) and not isinstance(K.blocks[name], Diagonal):
             raise ValueError(
                 f"Of the parameters {layout.names}, which are one block of the curvature, only "
                 f"{keys} have a gradient. Freeze the others before the optimizer is made, or "

@@ -573,7 +573,7 @@ class KFACPreconditioner(TiedOptimizer):
             self.state,
             self.curvature.risk.dtype,
         )
-        moving = set(vectors.keys)
+        moving = set(vectors.keys).difference(vectors.keys[i] for i in vectors.still)
         self._left_alone = [key for key in self._keys.values() if key not in moving]
         for p in set(self.state) - set(vectors.params):
             # what is kept of the others is a part of larger tensors
@@ -634,7 +634,8 @@ class KFACPreconditioner(TiedOptimizer):
         self._unread = {"scale": vectors.scale, "update_norm": norm_of(vectors.displacement)}
         tensors = vectors.of_parameters(vectors.displacement)
         for p, preconditioned in zip(vectors.params, tensors, strict=True):
-            assert p.grad is not None
+            if p.grad is None:  # beside others in a diagonal
+                continue
             if p.grad.is_sparse:
                 p.grad = preconditioned.to(p.grad.dtype, copy=True)
             else:

@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.layer.replay import held_parameters
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
 from curvlinops_plus.linalg.precision import full_precision
@@ -91,8 +92,9 @@ class LogAmplitude:
         self.module = log_psi if isinstance(log_psi, nn.Module) else None
         if self.module is not None:
             self.params = named_params(self.module, params)
-            names = {id(p): name for name, p in self.module.named_parameters()}
-            self._names = {key: names[id(p)] for key, p in self.params.items()}
+            key_of = {id(p): key for key, p in self.params.items()}
+            held = held_parameters(self.module).items()
+            self._places = {name: key_of[id(p)] for name, p in held if id(p) in key_of}
         elif isinstance(params, Mapping) and params:
             self.params = dict(params)
         elif isinstance(params, (list, tuple)) and params:
@@ -133,8 +135,8 @@ class LogAmplitude:
             for name, value in values.items()
         }
         if self.module is not None:
-            by_module = {self._names[name]: p for name, p in params.items()}
-            out = functional_call(self.module, by_module, (samples,))
+            tensors = {name: params[key] for name, key in self._places.items()}
+            out = functional_call(self.module, tensors, (samples,), tie_weights=False)
         elif self.container is dict:
             out = self.function(params, samples)
         else:
