@@ -471,6 +471,7 @@ class KFACPreconditioner(TiedOptimizer):
     def _finish_statistics(self) -> _Recorded:
         """What all processes have recorded. Collective."""
         hooks = self._hooks
+        hooks.add_waiting()
         processes = self.curvature.risk.processes
         own = _Recorded(
             hooks.batches > 0, bool(hooks.kept), set(self.curvature.uncalled), hooks.error
@@ -632,6 +633,7 @@ class KFACPreconditioner(TiedOptimizer):
         change it before it is loaded, such as the learning rate, delete its entry "checksums", too.
         """
         self._keep(self._vectors)
+        self._hooks.add_waiting()
         names = [self._keys[p] for group in self.param_groups for p in group["params"]]
         state = super().state_dict()
 
