@@ -373,6 +373,20 @@ class Named(nn.Module):
         return {"class": self.net(X)}
 
 
+@pytest.mark.parametrize(("name", "own"), [("plain", 0), ("penalty on activations", 3)])
+def test_on_a_gpu(name: str, own: int, device: torch.device, sent: list[str]) -> None:
+    """Threads of its own run the backward pass."""
+
+    def step(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+        (TAKEN | OTHERS)[name](optimizer, model, loss, X.float().to(device), y.to(device))
+
+    expected, _ = statistics(Telling().float().to(device), step, data(), own=True)
+    sent.clear()
+    found, _ = statistics(Telling().float().to(device), step, data())
+    assert len(sent) == own
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions_weights_and_labels(reduction: str, sent: list[str]) -> None:
     loss = nn.CrossEntropyLoss(
