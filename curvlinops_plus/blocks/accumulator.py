@@ -177,7 +177,13 @@ class Accumulator(metaclass=_MadeByOperators):
         as they are.
         """
 
-    def add(self, name: str, value: Tensor, count: Tensor | float | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        value: Tensor,
+        count: Tensor | float | None = None,
+        is_shared: bool = True,
+    ) -> None:
         """Add to a running sum.
 
         Args:
@@ -185,12 +191,13 @@ class Accumulator(metaclass=_MadeByOperators):
             value: What to add.
             count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None
                 if the sum is scaled like the loss, `c Σ`.
+            is_shared: Whether somebody else may have the tensor `value`. If nobody has, a large one
+                is not copied.
         """
         if name in self.raw:
             self.raw[name] += value
         else:
-            # The caller's tensor may be shared.
-            self.raw[name] = value.clone()
+            self.raw[name] = value.clone() if is_shared else value
         if count is not None:
             # In single precision large numbers stop growing, and whole ones would decay in it.
             if isinstance(count, Tensor):

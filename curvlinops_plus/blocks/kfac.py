@@ -164,7 +164,8 @@ class KFAC(Accumulator):
                 weight = role.restrict(self.weight_group)
                 a = None if input_form.diagonal else weight.stacked_inputs(self.reduce)
                 if a is None:
-                    self.add(f"A{suffix}", *weight.input_gram(self.reduce, input_form.diagonal))
+                    A, number = weight.input_gram(self.reduce, input_form.diagonal)
+                    self.add(f"A{suffix}", A, number, is_shared=False)
                 else:
                     self.add_rows(f"A{suffix}", a, ones=weight.bias, count=float(len(a)))
             if batch.num_vectors and gradient_form is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class RiskOperator(LinearOperator):
     def _sum(self, of_batch: OfBatch, X: Tensor, reading: Reading) -> Tensor:
         """The sum of products with batches, a few vectors at a time."""
         rows = X.T.contiguous()
-        total = torch.zeros_like(rows)
+        total = rows.new_zeros(len(rows), self.shape[0])
         for batch in self._batches(reading, compares_few=False):
             for start in range(0, len(rows), self._passes.columns):
                 part = slice(start, start + self._passes.columns)
@@ -207,10 +208,22 @@ class RiskOperator(LinearOperator):
             "order each time (shuffle=False). check_deterministic=False turns this check off."
         )
 
+    @cached_property
+    def _compiled_gradient(self) -> Any:
+        """By compiled functions."""
+        from curvlinops_plus.exact.gradient import Gradient
+
+        return Gradient(self.risk)
+
     @untraced
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
-        """Gradient of the loss in the order of the parameters, and the loss, over all data."""
-        gradient, loss = self.risk.gradient_and_loss()
+        """Gradient of the loss in the order of the parameters, and the loss, over all data; of a
+        compiled operator by compiled functions.
+        """
+        both = self.risk.gradient_and_loss
+        if self._compiled is not None:
+            both = self._compiled_gradient.with_loss
+        gradient, loss = both()
         return list(gradient.values()), loss
 
 

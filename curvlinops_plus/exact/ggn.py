@@ -59,10 +59,10 @@ class GGN(RiskOperator):
             once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
             at most.
-        compile: Whether products are computed by compiled functions (`torch.compile`), after a
-            comparison with the eager product on the first batch of each shape. What can't be
-            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
-            seconds to minutes in the first products, see docs/performance.md.
+        compile: Whether products and `gradient_and_loss()` are computed by compiled functions
+            (`torch.compile`), after a comparison with the eager product on the first batch of each
+            shape. What can't be compiled, or has other numbers, or takes longer, stays eager, with
+            a warning. It takes seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.

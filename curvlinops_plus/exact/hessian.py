@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
-from curvlinops_plus.exact.passes import Outputs, Passes
+from curvlinops_plus.exact.passes import Passes, read_losses
 from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
-from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -31,10 +32,10 @@ class Hessian(RiskOperator):
             block-diagonal Hessian. Default: one block.
         check_deterministic: True compares the total loss of two passes over the data first. None:
             two evaluations of a few examples have to agree, once per risk. False: not even these.
-        compile: Whether products are computed by compiled functions (`torch.compile`), after a
-            comparison with the eager product on the first batch of each shape. What can't be
-            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
-            seconds to minutes in the first products, see docs/performance.md.
+        compile: Whether products and `gradient_and_loss()` are computed by compiled functions
+            (`torch.compile`), after a comparison with the eager product on the first batch of each
+            shape. What can't be compiled, or has other numbers, or takes longer, stays eager, with
+            a warning. It takes seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If `block_sizes` don't add up to the number of parameters, or there are several
@@ -69,7 +70,8 @@ class Hessian(RiskOperator):
         check_deterministic: bool | None = None,
         compile: bool = False,
     ) -> None:
-        super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
+        passes = Passes(risk, partial(read_losses, risk), twice=True)
+        super().__init__(risk, passes, check_deterministic)
         self.in_space = self.out_space = risk.space
         self._blocks = _blocks_of(block_sizes, self._passes.sizes)
         # Whether the loss was seen to read no parameters by itself, and all to be differentiable
@@ -87,10 +89,6 @@ class Hessian(RiskOperator):
             )
         if check_deterministic:
             self._compare_losses()
-
-    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Totals]:
-        totals = self.risk.losses.terms(self.risk.run(batch, model), batch).totals
-        return totals.losses, totals  # type: ignore[return-value]
 
     def _products(self, X: Tensor, reading: Reading) -> Tensor:
         rows = X.T.contiguous()
@@ -125,13 +123,7 @@ class Hessian(RiskOperator):
 
     def _traced(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
         """Products of one batch in a compiled function."""
-
-        def loss(*parameters: Tensor) -> Tensor:
-            trace.outputs(*parameters)
-            return reading.weights.objective(trace.extra)
-
-        everything = tuple(range(len(trace.parameters)))
-        pull = pullback(torch.func.grad(loss, everything), *trace.parameters)[1]
+        pull = pullback(trace.gradient(reading.weights), *trace.parameters)[1]
         products = rows_joined(each(lambda *v: pull(v), trace.split(rows)), rows.dtype)
         reading.totals.add(trace.extra)
         return products

@@ -27,7 +27,7 @@ from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import whole
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, postorder
 from curvlinops_plus.risk.preserve import quiet
 
@@ -56,6 +56,12 @@ class Pass(NamedTuple):
     """Copies of the parameters."""
     tangents: list[Tensor]
     """`J v` [1, *output] of the vector, if there was one."""
+
+
+def read_losses(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Any, Totals]:
+    """Run the model: its losses, and the totals that they are in."""
+    totals = risk.losses.terms(risk.run(batch, model), batch).totals
+    return totals.losses, totals
 
 
 class Passes:

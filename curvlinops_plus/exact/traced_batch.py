@@ -16,6 +16,7 @@ from torch.func import functional_call
 from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.risk import Draws, EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.loss_passes import LossWeights
 
 if TYPE_CHECKING:
     from curvlinops_plus.exact.passes import Passes
@@ -100,6 +101,17 @@ class Trace:
         with DerivativeFixes():
             F, self.extra = self.passes.read(call, self.batch)  # type: ignore[arg-type]
         return tuple(F)
+
+    def gradient(self, weights: LossWeights) -> Callable[..., Tensors]:
+        """The gradient of all losses, each times its relative weight, as a function of the
+        parameters.
+        """
+
+        def objective(*parameters: Tensor) -> Tensor:
+            self.outputs(*parameters)
+            return weights.objective(self.extra)
+
+        return torch.func.grad(objective, tuple(range(len(self.parameters))))
 
     def linearized(
         self, rows: Tensor

@@ -17,7 +17,7 @@ times as fast.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -80,14 +80,13 @@ def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
 def patch_gram(geometry: Geometry, x: Tensor, groups: int = 1) -> Tensor:
     """Sum of `a aᵀ` by forming the patches of a few examples at a time, as `input_gram`."""
     d = x.shape[1] // groups * prod(geometry.kernel)
-    total = x.new_zeros(groups, d, d).squeeze(0)
     # With fewer numbers than d², adding up the parts would dominate.
     cpu_bytes = max(_PATCH_BYTES, d * d * x.element_size())
     image_bytes = geometry.positions(x) * groups * d * x.element_size()
-    for images in x.split(rows_at_once(x.device, cpu_bytes, image_bytes)):
-        columns = geometry.columns(images, groups)
-        total += image_gram(columns.squeeze(1))
-    return total
+    pieces = x.split(rows_at_once(x.device, cpu_bytes, image_bytes))
+    # One at a time: each may be as large as all else.
+    grams = (image_gram(geometry.columns(images, groups).squeeze(1)) for images in pieces)
+    return reduce(Tensor.add_, grams)
 
 
 def correlations_pay(geometry: Geometry, x: Tensor) -> bool:

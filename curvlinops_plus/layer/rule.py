@@ -310,7 +310,8 @@ class AffineRule(LayerRule):
         return x
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Sum of `a aᵀ` over all rows [*b, i, i], sum of `a` [*b, i], and the number of rows B·S.
+        """Sum of `a aᵀ` over all rows [*b, i, i], in memory of its own; sum of `a` [*b, i], and the
+        number of rows B·S.
 
         Of sparse rows only the diagonal [i] of the first, and the number of rows that are kept.
         """

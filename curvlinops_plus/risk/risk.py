@@ -409,7 +409,7 @@ class EmpiricalRisk(ModelParameters):
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
         with preserve_state(self.model, self.data):
-            return self._value(self.together(partial(loss_pass, self)))
+            return self.value(self.together(partial(loss_pass, self)))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward
@@ -427,9 +427,9 @@ class EmpiricalRisk(ModelParameters):
         with preserve_state(self.model, self.data):
             sums, totals = self.together(partial(gradient_pass, self))
         c = self.scale(totals)
-        return {key: g * c for key, g in sums.items()}, self._value(totals)
+        return {key: g * c for key, g in sums.items()}, self.value(totals)
 
-    def _value(self, totals: Totals) -> Tensor:
+    def value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
         terms = [
             loss.weight * self.scale(totals, k) * totals.losses[k]

@@ -97,6 +97,16 @@ def test_rows_beyond_those_of_single_precision() -> None:
         assert float(accumulator.counts["A"]) == 2**24 + 1
 
 
+def test_sums_begin_in_memory_of_their_own() -> None:
+    layer = curvature(problem("mlp").risk(), DiagonalBlock, compute=False).plan[0].layer
+    accumulator = KFAC(layer, None, lambda totals: 1.0)
+    shared = torch.ones(2, 2)
+    accumulator.add("A", shared, 1.0)
+    accumulator.add("A", shared, 1.0)
+    torch.testing.assert_close(accumulator.sums["A"], torch.full((2, 2), 2.0))
+    torch.testing.assert_close(shared, torch.ones(2, 2))
+
+
 # ---------------------------------------------------------------------- layers that some steps call
 
 STREAMED = {"KFAC": KFAC, "EKFAC": EKFAC, "diagonal": DiagonalBlock, "full": FullBlock}

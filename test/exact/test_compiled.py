@@ -159,6 +159,48 @@ def test_losses(kind: Any, name: str) -> None:
     require_compiled(kind(risk, compile=True), kind(risk))
 
 
+@pytest.mark.parametrize("name", some(RISKS, "two losses", "no likelihood"))
+def test_gradient_and_loss(name: str, graphs: Graphs) -> None:
+    """One function of each batch for both."""
+    risk = RISKS[name]()
+    A = Hessian(risk, compile=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvatureWarning)
+        for _ in range(2):
+            gradient, loss = A.gradient_and_loss()
+    close(loss, risk.loss())
+    for g, (key, expected) in zip(gradient, risk.gradient().items(), strict=True):
+        close(g, expected, 1e-12, key)
+    assert graphs.count == 1
+
+
+def test_gradient_of_several_batches() -> None:
+    """By autograd of the whole data set, without the package; a parameter that nothing reads has
+    gradient zero.
+    """
+    model = net()
+    model.unread = nn.Parameter(normal(2))
+    A = GGN(risk_of(model, 6, 4), compile=True)
+    X, y = (torch.cat(part) for part in zip(*batches(6, 4)))
+    value = nn.CrossEntropyLoss()(model(X), y)
+    expected = torch.autograd.grad(value, [*model.parameters()], materialize_grads=True)
+    gradient, loss = A.gradient_and_loss()
+    close(loss, value)
+    for g, e in zip(gradient, expected, strict=True):
+        assert g.shape == e.shape
+        close(g, e, 1e-12)
+
+
+def test_gradient_in_training_mode_is_eager() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), net()).double()
+    risk = risk_of(model, 5)
+    A = GGN(risk, compile=True)
+    with pytest.warns(CurvatureWarning, match=r"Gradient\(compile=True\).*training mode: '0'"):
+        gradient, _ = A.gradient_and_loss()
+    for g, expected in zip(gradient, risk.gradient().values(), strict=True):
+        close(g, expected)
+
+
 @pytest.mark.parametrize(
     "mode", some({repr(mode): mode for mode in MODES}, "MonteCarlo(samples=2, seed=1)")
 )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, _foreach_add_, _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore
 
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker, LinearOperator
-from curvlinops_plus.linalg.stacks import as_one
 from curvlinops_plus.optim.kfac.policies import GroupOptions, NormConstraint
 
 GroupVectors = list[Tensor]  # one per group
@@ -314,14 +313,8 @@ class StepVectors:
     def _products(
         self, K: BlockDiagonal, vectors: Sequence[Tensor], products: Sequence[Tensor]
     ) -> BlockProducts:
-        return BlockProducts(
-            [
-                (K.blocks[name], part, product)
-                for (name, part), (_, product) in zip(
-                    self._parts(vectors), self._parts(products), strict=True
-                )
-            ]
-        )
+        pairs = zip(self._parts(vectors), self._parts(products), strict=True)
+        return BlockProducts(K, {name: (part, product) for (name, part), (_, product) in pairs})
 
     def move(self) -> None:
         """Add the displacement to the parameters, in the precision of these."""
@@ -355,16 +348,6 @@ def _blocks_by_group(K: BlockDiagonal, groups: Mapping[str, int]) -> dict[int, l
     return blocks
 
 
-class _Stack(NamedTuple):
-    """Such blocks of one shape on a device, where a product of all takes as long as one of each:
-    their bases as batches, `[n, o, o]` and `[n, i, i]`.
-    """
-
-    G: Tensor
-    A: Tensor
-    members: list[_Rotation]
-
-
 class _Rotation(NamedTuple):
     """A block `(G ⊗ A) diag(values) (G ⊗ A)ᵀ`, with its part of a vector and of its product as
     matrices, and what multiplies these: `matmul` would choose it anew each time.
@@ -380,19 +363,36 @@ class _Rotation(NamedTuple):
     multiply: Callable[..., Tensor]
 
 
+class _Stack(NamedTuple):
+    """Blocks of one shape on a device as one block, and where their vectors and products are."""
+
+    block: LinearOperator
+    parts: list[Tensor]
+    products: list[Tensor]
+
+
 class BlockProducts:
     """The products of blocks with parts of some vectors, written into parts of others.
 
     Args:
-        places: Of each block: itself, its part of a vector, and where its product goes.
+        K: The blocks.
+        places: The name of each block that is multiplied: its part of a vector, and where its
+            product goes.
     """
 
-    def __init__(self, places: Sequence[tuple[LinearOperator, Tensor, Tensor]]) -> None:
+    def __init__(self, K: BlockDiagonal, places: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         self._rotations: list[_Rotation] = []
         #: `G`, a part of a vector as a matrix, `Aᵀ`, its product.
         self._factors: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._others: list[tuple[LinearOperator, Tensor, Tensor]] = []
-        for block, part, product in places:
+        self._stacks: list[_Stack] = []
+        alone = dict(places)
+        for names, block in K.stacks().items():
+            if places.keys() >= {*names}:
+                parts, products = zip(*[alone.pop(name) for name in names], strict=True)
+                self._stacks.append(_Stack(block, [*parts], [*products]))
+        for name, (part, product) in alone.items():
+            block = K.blocks[name]
             pair = block.basis if isinstance(block, Eigendecomposed) else block
             if not (
                 isinstance(pair, Kronecker)
@@ -413,41 +413,18 @@ class BlockProducts:
                 self._rotations.append(rotation)
             else:
                 self._factors.append((G, part, A.mT, product))
-        self._stacks = self._take_stacks()
-        #: Of the stacks, and then of the other rotations.
-        self._values = [r.values for stack in self._stacks for r in stack.members]
-        self._values += [r.values for r in self._rotations]
-        self._stacked_products = [r.product for stack in self._stacks for r in stack.members]
-
-    def _take_stacks(self) -> list[_Stack]:
-        """Those of the rotations that can be stacked, which are then no longer among them."""
-        alike: dict[torch.Size, list[_Rotation]] = {}
-        for rotation in self._rotations:
-            if rotation.part.ndim == 2 and rotation.part.device.type != "cpu":
-                alike.setdefault(rotation.part.shape, []).append(rotation)
-        stacks = []
-        for members in alike.values():
-            G = as_one([r.G for r in members])
-            A = as_one([r.A for r in members])
-            if len(members) > 1 and G is not None and A is not None:
-                stacks.append(_Stack(G, A, members))
-        stacked = {id(r) for stack in stacks for r in stack.members}
-        self._rotations = [r for r in self._rotations if id(r) not in stacked]
-        return stacks
+        self._values = [r.values for r in self._rotations]
 
     def write(self) -> None:
         """Multiply the vectors as they are now."""
-        if self._values:
-            batches = [
-                s.G.mT @ torch.stack([r.part for r in s.members]) @ s.A for s in self._stacks
-            ]
+        for block, parts, products in self._stacks:
+            product = block._matmat(torch.cat(parts)[:, None])[:, 0]
+            _foreach_copy_(products, product.chunk(len(products)))
+        if self._rotations:
             rotated = [r.multiply(r.multiply(r.Gt, r.part), r.A) for r in self._rotations]
-            _foreach_mul_([t for batch in batches for t in batch.unbind()] + rotated, self._values)
+            _foreach_mul_(rotated, self._values)
             for r, t in zip(self._rotations, rotated, strict=True):
                 r.multiply(r.multiply(r.G, t), r.At, out=r.product)
-            if self._stacks:
-                products = [s.G @ t @ s.A.mT for s, t in zip(self._stacks, batches, strict=True)]
-                _foreach_copy_(self._stacked_products, [P for t in products for P in t.unbind()])
         for G, part, At, product in self._factors:
             torch.matmul(G @ part, At, out=product)
         for block, part, product in self._others:
