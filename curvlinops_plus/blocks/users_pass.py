@@ -99,8 +99,8 @@ class UsersPass:
         self._add_by_own_pass = add_by_own_pass
         self._output: Any = None
         self._following: UsersBackward | None = None
-        #: What the self-check has found, if that was done already.
-        self._is_checked = False
+        self._is_checked = False  # by the self-check
+        #: Why gradients of examples can't be told.
         self._found: Exception | None = None
         self._phase = "before the call"
         self._recorder = recorder
@@ -156,27 +156,23 @@ class UsersPass:
             our own: with several losses or random vectors, and in float16; nor for small passes.
         """
         recorder = self._recorder
-        if recorder is None or recorder.doubt is not None:
-            return False
-        vectors = recorder.vectors
-        if not vectors.of_loss or vectors.random or len(recorder.risk.losses) > 1:
-            return False
-        if recorder.last.numbers < _ENOUGH_NUMBERS:
+        if recorder is None or not _may_follow(recorder):
             return False
         batch = replace(self.batch, y=y)
-        outputs = recorder.risk.read_output(self._output, batch)
-        heads = outputs[0]
-        if not heads[0].requires_grad:
-            return False
-        if torch.float16 in {heads[0].dtype, *recorder.last.dtypes}:
-            return False
-        self._is_checked = True
         try:
+            outputs = recorder.risk.read_output(self._output, batch)
+            head = outputs[0][0]
+            if not head.requires_grad or head.dtype == torch.float16:
+                return False
+            self._is_checked = True
             with self._own_passes():
-                check_batch(recorder.risk, recorder, batch, heads)
+                check_batch(recorder.risk, recorder, batch, outputs[0])
         except OutsideReads as error:
             self._found = error
             return False
+        except BaseException:
+            self.close()
+            raise
         self._following = UsersBackward(recorder, batch, outputs, self._fresh, then)
         return True
 
@@ -197,6 +193,8 @@ class UsersPass:
         outside: OutsideReads | None = None
         try:
             self._leave_phase()
+            if self._take(decay):
+                return
             if self._recorder is not None and self._send_back(self._recorder, batch, decay):
                 return
         except OutsideReads as error:
@@ -206,6 +204,20 @@ class UsersPass:
         finally:
             self.close()
         self._add_by_own_pass(batch, decay, outside)
+
+    def _take(self, decay: float | None) -> bool:
+        """Whether the batch was added with gradients that the user's pass has brought."""
+        following = self._following
+        if following is not None:
+            self._found = following.error
+        if self._found is not None:
+            raise self._found
+        if following is None or following.totals is None:
+            return False
+        totals = following.totals
+        with self._own_passes():
+            self._add(lambda draws, consume: totals, decay, following.sums)
+        return True
 
     def _send_back(self, recorder: Recorder, batch: Batch, decay: float | None) -> bool:
         """Whether the batch was added; it is not where the recording is in doubt."""
@@ -223,19 +235,11 @@ class UsersPass:
         show = partial(
             recorder.send_back, batch, outputs, keep_graph=True, is_checked=self._is_checked
         )
-        sums: Sums | None = None
-        if self._following is not None:
-            self._found = self._following.error
-            if (totals := self._following.totals) is not None:
-                sums = self._following.sums
-                show = lambda draws, consume: totals  # noqa: E731
-        if self._found is not None:
-            raise self._found
         # Gradients that the user retains are those of the user's own backward pass.
         retained = [(f, f.grad) for f in heads if f.retains_grad]
         try:
             with self._own_passes():
-                self._add(show, decay, sums)
+                self._add(show, decay, None)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
@@ -260,6 +264,19 @@ class UsersPass:
             if inference:
                 endings.enter_context(torch.inference_mode(False))
             yield
+
+
+def _may_follow(recorder: Recorder) -> bool:
+    """Whether the user's backward pass may bring what our own would."""
+    vectors = recorder.vectors
+    return (
+        recorder.doubt is None
+        and vectors.of_loss
+        and not vectors.random
+        and len(recorder.risk.losses) == 1
+        and recorder.last.numbers >= _ENOUGH_NUMBERS
+        and torch.float16 not in recorder.last.dtypes
+    )
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class Telling(nn.Module):
         self.first, _, self.last = net()
 
     def after(self, hidden: Tensor) -> Tensor:
-        return self.last(torch.tanh(hidden))
+        self.active = torch.tanh(hidden)
+        return self.last(self.active)
 
     def forward(self, X: Tensor) -> Tensor:
         self.hidden = self.first(X)
@@ -341,10 +342,20 @@ def test_models(
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
 
 
+class Wide(nn.Sequential):
+    """Its output has single precision."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return super().forward(X).float()
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Wide])
 @pytest.mark.parametrize(
     ("dtype", "own", "tolerance"), [(torch.bfloat16, 0, 2e-2), (torch.float16, 3, 0.0)]
 )
-def test_autocast(dtype: torch.dtype, own: int, tolerance: float, sent: list[str]) -> None:
+def test_autocast(
+    dtype: torch.dtype, own: int, tolerance: float, kind: Any, sent: list[str]
+) -> None:
     """In float16 what is scaled for the user's pass may overflow there."""
 
     def step(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
@@ -354,9 +365,9 @@ def test_autocast(dtype: torch.dtype, own: int, tolerance: float, sent: list[str
         value.backward()
         optimizer.step()
 
-    expected, _ = statistics(net().float(), step, data(), own=True)
+    expected, _ = statistics(kind(*net().float()), step, data(), own=True)
     sent.clear()
-    found, _ = statistics(net().float(), step, data())
+    found, _ = statistics(kind(*net().float()), step, data())
     assert len(sent) == own
     for block, right in zip(found, expected, strict=True):
         assert (block - right).norm() <= tolerance * right.norm()
@@ -433,7 +444,7 @@ def test_a_pass_from_elsewhere_that_takes_the_graph() -> None:
     def step(optimizer: Any, model: Any, loss: nn.Module, X: Tensor, y: Tensor) -> None:
         loss(model(X), y)
         optimizer.zero_grad()
-        model.hidden.square().mean().backward()
+        model.active.square().mean().backward()
         optimizer.step()
 
     expected, _ = statistics(Telling(), step, data(), own=True)
