@@ -258,7 +258,14 @@ class CurvatureEstimator:
             recorder = self._recorder_of(own_pass=False)
             if recorder.scales_gradients:  # they are no derivatives
                 recorder = None
-        return UsersPass(batch, recorder, self._add, self._add_by_own_pass)
+        return UsersPass(batch, recorder, self._add, self._fresh, self._add_by_own_pass)
+
+    def _fresh(self) -> Sums | None:
+        """Sums for one batch; None if it may have to be shown more than once, or to be agreed on
+        with other processes.
+        """
+        sums = self._sums.fresh()
+        return None if self._begins_anew or sums.waiting else sums
 
     def _recorder_of(self, own_pass: bool = True) -> Recorder:
         """What records the layers; a recorder of the same layers that is free is taken again."""
@@ -394,9 +401,12 @@ class CurvatureEstimator:
             stacklevel=level_of_user(),
         )
 
-    def _add(self, show: ShowDrawn, decay: float | None = None) -> None:
+    def _add(self, show: ShowDrawn, decay: float | None = None, batch: Sums | None = None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes
         nothing.
+
+        Args:
+            batch: Its sums, if it was shown once already; `show` tells the totals then.
         """
         decay = self.decay if decay is None else decay
         _check_decay(decay)
@@ -409,7 +419,7 @@ class CurvatureEstimator:
         if (world := self.risk.processes.world) > 1 and (self._sums.begins or self._begins_anew):
             batch, totals = self._first(show_again)
         else:
-            batch = self._sums.fresh()
+            batch = batch or self._sums.fresh()
             totals = batch.see(show_again, self.risk.processes if world == 1 else None)
         batch.require_finite()
         # One call, so that an interrupt comes before all of it or afterwards.

@@ -1,4 +1,6 @@
-"""A forward pass that the user makes is recorded, and vectors go back through its graph."""
+"""A forward pass that the user makes is recorded, and vectors go back through its graph: in a
+backward pass of our own, or in the user's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.blocks.sums import Sums
 from curvlinops_plus.contexts import Endings
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.random_state import RandomState
@@ -19,12 +22,18 @@ from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes, refuse_capture
 from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.users_backward import UsersBackward
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
 # as it is called.
 ShowDrawn = Callable[[Draws, Consumer], Totals]
+
+# With fewer gradients of layers' outputs our own pass takes less time than taking them from the
+# user's.
+_ENOUGH_NUMBERS = 2**17
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class UsersPass:
     Args:
         batch: The batch; targets may come later.
         recorder: What records; None if the user's pass can't be recorded.
-        add: Adds what it is shown, with this decay.
+        add: Adds what it is shown, with this decay; or, of a batch that was shown, its sums.
+        fresh: Makes sums for a batch; None if it may have to be shown more than once.
         add_by_own_pass: Adds a batch by a pass of our own; an error says what was wrong with the
             layers.
     """
@@ -79,13 +89,19 @@ class UsersPass:
         self,
         batch: Batch,
         recorder: Recorder | None,
-        add: Callable[[ShowDrawn, float | None], None],
+        add: Callable[[ShowDrawn, float | None, Sums | None], None],
+        fresh: Callable[[], Sums | None],
         add_by_own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
     ) -> None:
         self.batch = batch
         self._add = add
+        self._fresh = fresh
         self._add_by_own_pass = add_by_own_pass
         self._output: Any = None
+        self._following: UsersBackward | None = None
+        self._is_checked = False  # by the self-check
+        #: Why gradients of examples can't be told.
+        self._found: Exception | None = None
         self._phase = "before the call"
         self._recorder = recorder
         if recorder is not None:
@@ -121,6 +137,8 @@ class UsersPass:
     def close(self) -> None:
         """Leave it; nothing is added."""
         self._leave_phase()
+        if self._following is not None:
+            self._following.close()
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
@@ -130,8 +148,43 @@ class UsersPass:
         if not sys.is_finalizing():
             self.close()
 
+    def follow(self, y: Any, then: Callable[[], None]) -> bool:
+        """Take gradients from the user's backward pass: `then`, which calls `add`, is called in it.
+
+        Returns:
+            Whether it is waited for. It is not where another pass could bring something else than
+            our own: with several losses or random vectors, and in float16; nor for small passes.
+        """
+        recorder = self._recorder
+        # In another form the output is a tensor of ours.
+        if recorder is None or self.batch.forms or not _may_follow(recorder):
+            return False
+        batch = replace(self.batch, y=y)
+        try:
+            outputs = recorder.risk.read_output(self._output, batch)
+            head = outputs[0][0]
+            if not head.requires_grad or head.dtype == torch.float16:
+                return False
+            self._is_checked = True
+            with self._own_passes():
+                check_batch(recorder.risk, recorder, batch, outputs[0])
+        except OutsideReads as error:
+            self._found = error
+            return False
+        except BaseException:
+            self.close()
+            raise
+        self._following = UsersBackward(recorder, batch, outputs, self._fresh, then)
+        return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the backward pass of the user was begun, and not ended."""
+        return self._following is not None and self._following.is_under_way
+
     def add(self, y: Any, decay: float | None = None) -> None:
-        """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
+        """Add the batch with these targets, by sending vectors back, unless gradients have come
+        from the user's pass; the graph is kept for the loss's backward pass.
 
         Raises:
             ValueError: If the output has no graph, or it is gone.
@@ -141,6 +194,8 @@ class UsersPass:
         outside: OutsideReads | None = None
         try:
             self._leave_phase()
+            if self._take(decay):
+                return
             if self._recorder is not None and self._send_back(self._recorder, batch, decay):
                 return
         except OutsideReads as error:
@@ -150,6 +205,20 @@ class UsersPass:
         finally:
             self.close()
         self._add_by_own_pass(batch, decay, outside)
+
+    def _take(self, decay: float | None) -> bool:
+        """Whether the batch was added with gradients that the user's pass has brought."""
+        following = self._following
+        if following is not None:
+            self._found = following.error
+        if self._found is not None:
+            raise self._found
+        if following is None or following.totals is None:
+            return False
+        totals = following.totals
+        with self._own_passes():
+            self._add(lambda draws, consume: totals, decay, following.sums)
+        return True
 
     def _send_back(self, recorder: Recorder, batch: Batch, decay: float | None) -> bool:
         """Whether the batch was added; it is not where the recording is in doubt."""
@@ -164,19 +233,19 @@ class UsersPass:
             )
         if recorder.doubt is not None:
             return False
+        show = partial(
+            recorder.send_back, batch, outputs, keep_graph=True, is_checked=self._is_checked
+        )
         # Gradients that the user retains are those of the user's own backward pass.
         retained = [(f, f.grad) for f in heads if f.retains_grad]
-        inference = torch.is_inference_mode_enabled()
         try:
-            with Endings() as endings:
-                endings.enter_context(exclusive)
-                own_passes.enter(endings)
-                if inference:
-                    endings.enter_context(torch.inference_mode(False))
-                self._add(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
+            with self._own_passes():
+                self._add(show, decay, None)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
+            if self._following is not None:  # a pass from elsewhere than the loss took it
+                return False
             raise ValueError(
                 "The graph of the model's output is gone. Call `loss.backward()` after the block, "
                 "not inside."
@@ -185,6 +254,30 @@ class UsersPass:
             for f, grad in retained:
                 f.grad = grad
         return True
+
+    @contextmanager
+    def _own_passes(self) -> Iterator[None]:
+        """Context of passes of our own through the user's graph."""
+        inference = torch.is_inference_mode_enabled()
+        with Endings() as endings:
+            endings.enter_context(exclusive)
+            own_passes.enter(endings)
+            if inference:
+                endings.enter_context(torch.inference_mode(False))
+            yield
+
+
+def _may_follow(recorder: Recorder) -> bool:
+    """Whether the user's backward pass may bring what our own would."""
+    vectors = recorder.vectors
+    return (
+        recorder.doubt is None
+        and vectors.of_loss
+        and not vectors.random
+        and len(recorder.risk.losses) == 1
+        and recorder.last.numbers >= _ENOUGH_NUMBERS
+        and torch.float16 not in recorder.last.dtypes
+    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.batches import gradients_of, stream_gradients
@@ -54,7 +55,9 @@ class BackwardPass:
         weight: Weights of the examples [N]; None for ones.
 
     Attributes:
+        calls: Those of the forward pass.
         reached: Indices of the layers that a gradient has reached.
+        is_first: Whether no vector was sent yet.
 
     Raises:
         UnsupportedError: If the input of a layer was written to since it was read.
@@ -72,6 +75,7 @@ class BackwardPass:
         weight: Tensor | None = None,
     ) -> None:
         self._recorded = recorded
+        self.calls = recorded.calls
         self._layers = layers
         self._device = device
         self._disabled = disabled
@@ -79,7 +83,7 @@ class BackwardPass:
         self._consume = consume
         self._mask = mask
         self._weight = weight
-        self._is_first = True
+        self.is_first = True
         self._by_layer = recorded.by_layer
         self.reached: set[int] = set()
         num_edges = 0
@@ -129,7 +133,7 @@ class BackwardPass:
                 go one after the other.
             keep_graph: Keep the graph: somebody goes back through it afterwards.
         """
-        edges = [output.edge for call in self._recorded.calls for output in call.outputs]
+        edges = self._recorded.edges
         sent = 0
         remaining = iter(vectors)
         while chunk := list(islice(remaining, at_once)):
@@ -154,22 +158,31 @@ class BackwardPass:
                         gradients = [*gradients_of(outputs, edges, parts, keep)]
                 self.show(gradients, 1, power)
 
-    def show(self, gradients: list[Tensor | None], num_vectors: int, power: float = 1.0) -> None:
-        """Show each layer its batch; arguments as for `_show`."""
+    def show(
+        self,
+        gradients: list[Tensor | None],
+        num_vectors: int,
+        power: float = 1.0,
+        indices: Iterable[int] | None = None,
+    ) -> None:
+        """Show layers their batches.
+
+        Args:
+            gradients: At the edges of all calls, times `power`; None for zero. Those of the layers
+                are given up.
+            indices: Of the layers; default: all, and what comes next is another vector.
+        """
         with self._disabled, plain_mode(self._device.type):
-            for index in self._by_layer:
+            for index in self._by_layer if indices is None else indices:
                 self._show(index, gradients, num_vectors, power)
-        self._is_first = False
+        if indices is None:
+            self.is_first = False
 
     def _show(
         self, index: int, gradients: list[Tensor | None], num_vectors: int, power: float
     ) -> None:
         """Pass a layer's batch to the consumer, which may run modules again: `disabled`, and in
-        plain mode.
-
-        Args:
-            gradients: At the edges of all calls, times `power`; None for zero. Those of the layer
-                are given up.
+        plain mode. Arguments as for `show`.
         """
         layer = self._layers[index]
         calls = self._by_layer[index]
@@ -182,13 +195,11 @@ class BackwardPass:
                     self.reached.add(index)
                 grads.append(output.gradient(g, num_vectors))
             if power != 1:
-                grads = [g.float() / power for g in grads]
+                grads = [at_least_float32(g) / power for g in grads]
             call.grads = grads[0] if call.single else grads
         group = layer.groups[0] if len(layer.groups) == 1 else None
         num_examples = self._recorded.num_examples
-        batch = batch_of(
-            layer, calls, num_examples, self._is_first, self._mask, self._weight, group
-        )
+        batch = batch_of(layer, calls, num_examples, self.is_first, self._mask, self._weight, group)
         self._consume(batch)
         for call in calls:
             call.grads = None
@@ -204,25 +215,41 @@ class BackwardPass:
         """Send one vector back, and show each layer as soon as its gradients are there: all of them
         at once would take as much memory as all that the layers have read.
         """
-        gradients: list[Tensor | None] = [None] * len(edges)
-        layer_of_edge = [call.layer for call in self._recorded.calls for _ in call.outputs]
-        missing = Counter(layer_of_edge)
-
-        def arrive(k: int, g: Tensor | None) -> None:
-            gradients[k] = g
-            index = layer_of_edge[k]
-            missing[index] -= 1
-            if not missing[index]:
-                with self._disabled, plain_mode(self._device.type):
-                    self._show(index, gradients, 1, power)
-
+        arrivals = Arrivals(self, power)
         with self._watched():
-            stream_gradients(outputs, edges, vector, keep_graph, arrive)
-        with self._disabled, plain_mode(self._device.type):
-            for index, number in missing.items():
-                if number:  # some call, or all of them, does not reach the output
-                    self._show(index, gradients, 1, power)
-        self._is_first = False
+            stream_gradients(outputs, edges, vector, keep_graph, arrivals.add)
+        arrivals.finish()
+
+
+class Arrivals:
+    """Gradients of one vector, which come one by one: each layer is shown as soon as it has its
+    own.
+
+    Args:
+        back: Shows them.
+        power: What all of them are multiplied by.
+    """
+
+    def __init__(self, back: BackwardPass, power: float) -> None:
+        self.back = back
+        self._power = power
+        self._layer_of_edge = [call.layer for call in back.calls for _ in call.outputs]
+        self._gradients: list[Tensor | None] = [None] * len(self._layer_of_edge)
+        self._missing = Counter(self._layer_of_edge)
+
+    def add(self, k: int, g: Tensor | None) -> None:
+        """The gradient at an edge, by its number."""
+        index = self._layer_of_edge[k]
+        self._gradients[k] = g
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self.back.show(self._gradients, 1, self._power, [index])
+
+    def finish(self) -> None:
+        """No more will come: some calls of a layer, or all of them, don't reach the output."""
+        late = [index for index, number in self._missing.items() if number]
+        self.back.show(self._gradients, 1, self._power, late)
+        self.back.is_first = False
 
 
 def in_range(

@@ -17,6 +17,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -325,6 +326,17 @@ class Uncopied(partial[Any]):
 
 def _nothing(*args: Any) -> None:
     """What copies have in place of such a hook."""
+
+
+def weak_hook(method: Callable[..., None], *first: Any) -> Uncopied:
+    """A hook that holds its owner weakly, and does nothing when that is gone."""
+    return Uncopied(_call_weakly, WeakMethod(method), *first)
+
+
+@untraced  # what it does is not part of the model
+def _call_weakly(method: WeakMethod[Any], *args: Any) -> None:
+    if (function := method()) is not None:
+        function(*args)
 
 
 def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,12 @@ from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
 from curvlinops_plus.layer.experts import rows_up_to
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.precision import plain_mode
-from curvlinops_plus.risk.backward_pass import BackwardPass, Consumer, vectors_to_send
+from curvlinops_plus.risk.backward_pass import (
+    BackwardPass,
+    Consumer,
+    VectorsToSend,
+    vectors_to_send,
+)
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import check_batch
@@ -220,6 +225,7 @@ class Recorder:
         draws: Draws,
         consume: Consumer,
         keep_graph: bool = False,
+        is_checked: bool = False,
     ) -> Totals:
         """Send vectors back from what the model returned in the recorded forward pass.
 
@@ -227,9 +233,32 @@ class Recorder:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
+            is_checked: Whether the self-check has looked at the batch already.
 
         Returns:
             The totals of the batch.
+        """
+        totals, groups = self.vectors_to_send(batch, outputs, draws)
+        heads = outputs[0]
+        if not is_checked:
+            check_batch(self.risk, self, batch, heads)
+        back = self.backward_pass(consume, batch)
+        for group in groups:
+            keep = keep_graph or group is not groups[-1]
+            read = [heads[k] for k in group.outputs]
+            back.send(read, group.vectors, group.number, back.at_once(group.number), keep)
+        if not self.backward:
+            back.show_inputs()
+        totals.reached = back.reached
+        return totals
+
+    def vectors_to_send(
+        self, batch: Batch, outputs: tuple[Any, Any, Any], draws: Draws
+    ) -> tuple[Totals, list[VectorsToSend]]:
+        """The totals of a batch, and what goes back, of which nothing is computed yet.
+
+        Args:
+            outputs: As for `send_back`.
         """
         assert self.weights is not None
         risk = self.risk
@@ -241,29 +270,27 @@ class Recorder:
             if self.own_pass:
                 risk.losses.require_targets(terms)
         totals = terms.totals
-        check_batch(risk, self, batch, heads)
-        mask = None if risk.options.mask is None else _read_mask(risk, batch)
-        back = self.backward_pass(consume, mask, batch.weight)
         totals.called = {*self.last.by_layer}
-        if self.backward:
-            numbers = risk.processes.numbers(draws.before + batch.first, batch.num_examples)
-            draws.of_examples(numbers, risk.device)
-            factors = self.weights.factors(totals, self.vectors.of_loss)
-            groups = vectors_to_send(risk, self.vectors, heads, terms, class_axes, draws, factors)
-            for group in groups:
-                keep = keep_graph or group is not groups[-1]
-                read = [heads[k] for k in group.outputs]
-                back.send(read, group.vectors, group.number, back.at_once(group.number), keep)
-        else:
-            back.show_inputs()
-        totals.reached = back.reached
-        return totals
+        if not self.backward:
+            return totals, []
+        numbers = risk.processes.numbers(draws.before + batch.first, batch.num_examples)
+        draws.of_examples(numbers, risk.device)
+        factors = self.weights.factors(totals, self.vectors.of_loss)
+        groups = vectors_to_send(risk, self.vectors, heads, terms, class_axes, draws, factors)
+        return totals, groups
 
-    def backward_pass(
-        self, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None
-    ) -> BackwardPass:
-        """What sends vectors through the last pass; arguments as for `BackwardPass`."""
+    def backward_pass(self, consume: Consumer, batch: Batch | None = None) -> BackwardPass:
+        """What sends vectors through the last pass.
+
+        Args:
+            consume: As for `BackwardPass`.
+            batch: That the pass was made on, for its mask and weights; None if none count.
+        """
         watched = partial(entered, self._mode) if self._sees_functions else nullcontext
+        weight = None if batch is None else batch.weight
+        mask = None
+        if batch is not None and self.risk.options.mask is not None:
+            mask = _read_mask(self.risk, batch)
         return BackwardPass(
             self.last, self.layers, self.risk.device, self.disabled, watched, consume, mask, weight
         )

@@ -86,6 +86,11 @@ class RecordedPass:
             calls.setdefault(call.layer, []).append(call)
         return calls
 
+    @property
+    def edges(self) -> list[Any]:
+        """Where gradients arrive, of all calls."""
+        return [output.edge for call in self.calls for output in call.outputs]
+
     def forget_graph(self) -> None:
         """Calls may be kept for another sweep, but not their graph."""
         for call in self.calls:

@@ -17,12 +17,14 @@ from curvlinops_plus import (
     KFAC,
     Checkpoint,
     CurvatureEstimator,
+    Empirical,
     EmpiricalRisk,
     KFACOptimizer,
     LevenbergMarquardt,
     NumericsError,
     Processes,
 )
+from curvlinops_plus.blocks import users_pass
 from test.cases import APPROXIMATIONS, VECTORS, problem
 from test.distributed.together import close, everywhere, flat, shifted, small
 
@@ -316,6 +318,14 @@ def test_optimizer(
     whole(plain, resumed, 0)
     whole(alone, one, 0)
     close(flat(plain), flat(alone))
+
+
+def test_gradients_from_the_backward_passes_of_a_wrapper(processes: Processes) -> None:
+    """Each process multiplies its losses by a number of its own."""
+    options = PLAIN | {"vectors": Empirical()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(users_pass, "_ENOUGH_NUMBERS", 0)
+        test_optimizer(processes, options, {}, 1, "mean")
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])

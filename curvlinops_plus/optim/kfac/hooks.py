@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import frexp, isfinite
@@ -20,11 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.users_pass import PassStart, UsersPass
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.optim.kfac.loss_calls import LossCall, LossFunctions, function_of_loss
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
 from curvlinops_plus.risk.output_forms import Change, OutputForm, form_of
-from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
+from curvlinops_plus.risk.preserve import own_passes
+from curvlinops_plus.risk.preserve import weak_hook as _hook
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where
 # none comes.
@@ -111,6 +113,8 @@ class Hooks:
         #: The call that the model is in, by thread.
         self._open: dict[threading.Thread, _Call] = {}
         self._waiting: list[_Call] = []
+        #: The call that waits for the user's backward pass, and its targets.
+        self._following: tuple[UsersPass, Any] | None = None
         #: Index of a loss to what it was multiplied with in the first step.
         self._factors: dict[int, list[Tensor]] = {}
         losses = [loss.loss for loss in estimator.risk.losses]
@@ -140,6 +144,9 @@ class Hooks:
         for call in self._waiting:
             call.users_pass.close()
         self._waiting = []
+        if self._following is not None:
+            self._following[0].close()
+            self._following = None
         self.batches = 0
         self.error = None
         self._before = self._estimator.examples
@@ -204,6 +211,7 @@ class Hooks:
             estimator.risk.require_in_place()
         except ValueError:  # with other tensors it is another model
             return
+        self.add_waiting()  # its graph would be kept for nothing if no backward pass comes
         single = len(args) == 1 and not kwargs
         try:
             X = (
@@ -321,11 +329,11 @@ class Hooks:
         call.forms.setdefault(index, form)
         if len(call.targets) == len(risk.losses):  # else others will be called on this output
             self._waiting.remove(call)
-            self._add(call)
+            self._take(call)
         return True
 
-    def _add(self, call: _Call) -> None:
-        """Add a batch whose targets are known."""
+    def _take(self, call: _Call) -> None:
+        """Add a batch whose targets are known, or wait for the user's backward pass."""
         # An error was of a batch that no step was taken for, as after an overflow that a gradient
         # scaler has seen.
         self.error = None
@@ -337,13 +345,35 @@ class Hooks:
             users_pass.batch = replace(users_pass.batch, forms=forms)
         if call.start is not None:
             self.keep(replace(users_pass.batch, y=y), call.start)
-        if call.due:
-            try:
+        if not call.due:
+            return
+        self.add_waiting()
+        if users_pass.follow(y, _hook(self.add_waiting)):
+            self._following = users_pass, y
+        else:
+            self._add(users_pass, y)
+
+    def add_waiting(self) -> None:
+        """Add the batch that waits for the user's backward pass, if there is one: gradients of
+        layers have come with it, or there was another pass, or none.
+        """
+        if self._following is None:
+            return
+        users_pass, y = self._following
+        self._following = None
+        if users_pass.has_failed:
+            users_pass.close()
+        else:
+            self._add(users_pass, y)
+
+    def _add(self, users_pass: UsersPass, y: Any) -> None:
+        try:
+            with GradMode(True):  # as in the forward pass
                 # Several batches of a step are one update.
-                call.users_pass.add(y, 1.0 if self.batches else None)
-                self.batches += 1
-            except NumericsError as error:  # which a step raises, or rejects
-                self.error = error
+                users_pass.add(y, 1.0 if self.batches else None)
+            self.batches += 1
+        except NumericsError as error:  # which a step raises, or rejects
+            self.error = error
 
     def warn_of_factors(self) -> None:
         """Warn of losses that were multiplied with something before their backward pass.
@@ -385,14 +415,3 @@ def _is_part(factor: float) -> bool:
         return True
     k = max(1.0, round(1 / factor))
     return abs(factor * k - 1) < 1e-3 or abs(frexp(factor * (1 + 1e-6))[0] - 0.5) < 1e-3
-
-
-@untraced  # what it does is not part of the model
-def _call(method: weakref.WeakMethod[Any], *args: Any) -> None:
-    if (function := method()) is not None:
-        function(*args)
-
-
-def _hook(method: Callable[..., None], *first: Any) -> Uncopied:
-    """A hook that holds its owner weakly."""
-    return Uncopied(_call, weakref.WeakMethod(method), *first)

@@ -488,6 +488,7 @@ class KFACPreconditioner(TiedOptimizer):
     def _finish_statistics(self) -> _Recorded:
         """What all processes have recorded. Collective."""
         hooks = self._hooks
+        hooks.add_waiting()
         processes = self.curvature.risk.processes
         own = _Recorded(
             hooks.batches > 0, bool(hooks.kept), set(self.curvature.uncalled), hooks.error
@@ -650,6 +651,7 @@ class KFACPreconditioner(TiedOptimizer):
         change it before it is loaded, such as the learning rate, delete its entry "checksums", too.
         """
         self._keep(self._vectors)
+        self._hooks.add_waiting()
         names = [self._keys[p] for group in self.param_groups for p in group["params"]]
         state = super().state_dict()
 
@@ -780,11 +782,12 @@ def _dampings_of(
 class KFACOptimizer(KFACPreconditioner):
     """K-FAC: steps along the gradient, times the inverse of a curvature that follows training.
 
-    A step is, in this order: statistics of the batch (they are added in its forward pass); a new
-    inverse, if it is due; `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ =
-    -lr · P g + momentum · v`, shortened by the norm constraint; `θ ← θ + δ` and `v ← δ`; the
-    damping's adaptation. The velocity `v` is the update before, scaled by the ratio of the learning
-    rates, as in `torch.optim.SGD`: it does not go on when a schedule ends.
+    A step is, in this order: statistics of the batch (they are added when its loss is called, with
+    `Empirical()` in its backward pass); a new inverse, if it is due; `P g = (K + λI)⁻¹ g` with the
+    gradients in `.grad`; coefficients; `δ = -lr · P g + momentum · v`, shortened by the norm
+    constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update
+    before, scaled by the ratio of the learning rates, as in `torch.optim.SGD`: it does not go on
+    when a schedule ends.
 
     Options of parameter groups, read in every step, so that schedulers may change them: `lr`,
     `momentum`, `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's
@@ -837,7 +840,8 @@ class KFACOptimizer(KFACPreconditioner):
         ValueError: If an option is out of range, or options contradict each other.
         TypeError: If an option has another type; later, if a scheduler drives what is adaptive.
 
-    Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition
+    Cost: statistics are a backward pass to the layers' outputs; with `Empirical()` your own brings
+    the gradients, if the loss is all that it goes back from. A refresh is one eigendecomposition
     (or Cholesky decomposition) per factor, and a product with `K` for the norm constraint; a step
     multiplies every gradient by two or four matrices.
 
