@@ -93,8 +93,9 @@ def imported() -> list[set[str]]:
         "from curvlinops_plus import *",
     )
     code = (
-        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, "
-        f"tqdm.auto\nbefore = set(sys.modules)\nfor statement in {statements}: exec(statement); "
+        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils._device, "
+        "torch.utils.checkpoint, tqdm.auto\nbefore = set(sys.modules)\n"
+        f"for statement in {statements}: exec(statement); "
         "print(*sorted(set(sys.modules) - before))"
     )
     shown = subprocess.run(

@@ -1,5 +1,8 @@
-"""Values of losses without a likelihood for a few examples together, and for each by itself: what
-is no mean, or sum, over examples depends on how the data are split into batches.
+"""What a user's loss returns, against what is assumed of it.
+
+Values of losses without a likelihood, for a few examples together and for each by itself: what is
+no mean, or sum, over examples depends on how the data are split into batches. And the gradient of a
+loss with a likelihood of the user's own, against the likelihood's.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk.batches import mapped
-from curvlinops_plus.risk.preserve import kept_modules, kept_random_state
+from curvlinops_plus.risk.preserve import kept_modules, kept_random_state, relative_difference
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.losses import OutputLoss
@@ -22,6 +27,10 @@ if TYPE_CHECKING:
 #: Largest relative difference of two values of a loss that passes as rounding, by bytes of an
 #: output's number.
 _LOSS_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-6}
+
+# Largest relative difference of the gradients of a loss and its likelihood, which are computed in
+# double precision: a loss may convert what it gets to another one.
+_GRADIENT_ROUNDING = 1e-2
 
 # How many examples are compared: enough for differing weights, masks and classes among them.
 _COMPARED = 8
@@ -73,6 +82,62 @@ def require_no_broadcast(loss: OutputLoss, f: Tensor, y: Any, N: int) -> None:
             f"{meant.together:.4g} for a target of the output's shape. Nothing is broadcast "
             "silently, so reshape one of them."
         )
+
+
+def require_own_gradient(
+    loss: OutputLoss, likelihood: Likelihood, f: Tensor, y: Any, class_axis: int | None, N: int
+) -> None:
+    """Refuse a likelihood that was registered for a loss and is not its own: all that is computed
+    from the likelihood would be that of another loss.
+
+    Nothing is compared where the loss can't be differentiated in double precision, or is random.
+
+    Raises:
+        UnsupportedError: If the gradients with respect to the output differ.
+
+    Cost: two gradients of the loss and one of the likelihood, at the outputs.
+    """
+    double = f.detach().double()
+    target = y.double() if isinstance(y, Tensor) and y.is_floating_point() else y
+    modules = [*loss.loss.modules()] if isinstance(loss.loss, nn.Module) else []
+
+    def gradient() -> Tensor:
+        free = double.clone().requires_grad_()
+        if class_axis is None:
+            value = loss.loss(free, target)
+        else:
+            value = loss.loss(free.flatten(0, -2), target.flatten())
+        return torch.autograd.grad(value, free)[0]
+
+    try:
+        with GradMode(True), kept_random_state(), kept_modules(modules):
+            theirs = gradient()
+            again = gradient()
+        with GradMode(False), kept_random_state():
+            F, Y = likelihood.canonical(double, target, N, class_axis)
+            ours = likelihood.restore(likelihood.grad(F, Y), f.shape, N, class_axis)
+            if likelihood.reduction == "mean":
+                ours = ours / likelihood.count(F, Y)
+            difference = relative_difference(ours, theirs)
+            is_random = relative_difference(again, theirs) > _GRADIENT_ROUNDING
+    except Exception:
+        return
+    if is_random or not math.isfinite(difference) or difference <= _GRADIENT_ROUNDING:
+        return
+    ratio = float((ours * theirs).sum() / ours.square().sum())
+    if relative_difference(ratio * ours, theirs) <= _GRADIENT_ROUNDING:
+        found = f"is {ratio:.4g} times that of the likelihood"
+    else:
+        found = f"and that of the likelihood differ by {difference:.1e} of their norm"
+    raise UnsupportedError(
+        f"{loss.title}: the likelihood that is registered for this loss is not its own. The "
+        f"gradient of the loss at the model's outputs {found}, with the reduction "
+        f"{likelihood.reduction!r}. Is the loss a mean over all numbers of the output, as assumed "
+        "of it? If it adds up those of an example, say so: Independent(distribution, 1) is one "
+        "term for each example, and `count` of a Likelihood is what the mean divides by. A sum "
+        'has the attribute reduction = "sum". EmpiricalRisk(..., check=False) continues; results '
+        "are those of the likelihood."
+    )
 
 
 def _without_ones(t: Tensor) -> list[int]:

@@ -30,7 +30,11 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples, any_is
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.loss_values import no_mean, require_no_broadcast
+from curvlinops_plus.risk.loss_values import (
+    no_mean,
+    require_no_broadcast,
+    require_own_gradient,
+)
 
 Key = str | int
 Number = Tensor | float
@@ -300,13 +304,14 @@ class OutputLoss:
     Args:
         key: Key or position of output and target; None if there is one output.
         default_reduction: For a loss without an attribute `reduction`.
-        check: Whether a loss without a likelihood is compared with those of single examples.
+        check: Whether a loss without a likelihood is compared with those of single examples, and
+            one with a likelihood that a user registered with that.
 
     Attributes:
         title: Its name in messages.
         likelihood: It as a negative log-likelihood; None if nothing is registered for it.
         warning: Of a loss without a likelihood, what is to be said if there are several batches;
-            None before it was compared.
+            None before the loss was compared.
 
     Raises:
         TypeError: If it is a class, or, without a key, not callable.
@@ -402,6 +407,9 @@ class OutputLoss:
 
         Without a likelihood, output and target are as they are, and there are N terms. With one,
         the sum is 0 unless `values` are asked for.
+
+        Raises:
+            UnsupportedError: If a likelihood that a user registered is not that of the loss.
         """
         if self.likelihood is None:
             return f, y, float(batch.num_examples), self._value(f, y, batch)
@@ -411,6 +419,11 @@ class OutputLoss:
             if self.key is None:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
+        if self.warning is None:
+            self.warning = ""
+            if callable(self.loss) and not isinstance(self.loss, self.likelihood.loss_type or ()):
+                N = batch.num_examples
+                require_own_gradient(self, self.likelihood, f, y, class_axis, N)
         weight = batch.weight
         if weight is None:
             count = self.likelihood.count(F, Y)
