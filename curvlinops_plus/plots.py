@@ -143,7 +143,8 @@ def plot_influence(scores: Tensor, images: Any, num: int = 5, *, ax: Any = None)
         images: `images[n]` is the image of example n, `[H, W]` or `[channels, H, W]` with 1 or 3
             channels, or a pair of it and a label, as in a data set.
         num: How many of each.
-        ax: Matplotlib axes to draw on; by default the current ones.
+        ax: Matplotlib axes to draw on; by default the current ones, or those of a new figure if
+            something is drawn on them.
 
     Returns:
         The axes, whose only image holds all.
@@ -170,7 +171,7 @@ def plot_influence(scores: Tensor, images: Any, num: int = 5, *, ax: Any = None)
     H, W, _ = tiles[0][0].shape
     gap = max(1, H // 4)  # below and beside each, for its score
     canvas = torch.ones(2 * (H + gap), num * (W + gap), 3)
-    ax = _axes(ax)
+    ax = _axes(ax, are_empty=True)  # an image hides images that are there, and not their numbers
     for row, chosen in enumerate((best, worst)):
         for column, n in enumerate(chosen):
             top = row * (H + gap)
@@ -183,8 +184,8 @@ def plot_influence(scores: Tensor, images: Any, num: int = 5, *, ax: Any = None)
     return ax
 
 
-def _axes(ax: Any) -> Any:
-    """These axes, or the current ones."""
+def _axes(ax: Any, are_empty: bool = False) -> Any:
+    """These axes, or the current ones; of a new figure if they are to be empty and are not."""
     if ax is not None:
         return ax
     try:
@@ -193,7 +194,10 @@ def _axes(ax: Any) -> Any:
         raise ImportError(
             "Pictures are drawn with Matplotlib, which is not installed: pip install matplotlib."
         ) from error
-    return plt.gca()
+    current = plt.gca()
+    if are_empty and current.has_data():
+        return plt.figure().add_subplot()
+    return current
 
 
 def _array(values: Any) -> Any:

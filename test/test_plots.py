@@ -140,6 +140,21 @@ def test_the_most_helpful_are_above_the_most_harmful(kind: str) -> None:
     assert [t.get_text() for t in ax.get_yticklabels()] == ["help", "harm"]
 
 
+def test_images_are_not_drawn_upon_others() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.close("all")
+    plt.figure()
+    here = plt.gca()
+    scores = torch.arange(6.0)
+    first = plot_influence(scores, IMAGES["grey"], 2)
+    second = plot_influence(-scores, IMAGES["grey"], 2)
+    third = plot_influence(scores, IMAGES["grey"], 2, ax=first)
+    assert (first is here, second is here, third is here) == (True, False, True)
+    assert second.figure is not here.figure
+    assert [text.get_text() for text in second.texts] == ["-0", "-1", "-5", "-4"]
+    plt.close("all")
+
+
 def test_what_can_not_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scores \[N\] of at least 5 examples.* got \[2, 6\]"):
         plot_influence(normal(2, 6), IMAGES["grey"], ax=axes())

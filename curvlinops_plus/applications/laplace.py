@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from curvlinops_plus.applications.evidence import Evidence, parts_of
 from curvlinops_plus.applications.networks import parameters_of, require_present
+from curvlinops_plus.applications.order import require_order
 from curvlinops_plus.applications.output_covariance import (
     Spread,
     Then,
@@ -469,8 +470,8 @@ class Laplace:
         """The predictive distribution for inputs `X`, in the shape of the model's outputs.
 
         Args:
-            X: What the model is called with; or a `DataLoader` (or iterator) of batches like those
-                of the data, whose targets are not read.
+            X: What the model is called with; or a list, iterator or `DataLoader` of batches like
+                those of the data, whose targets are not read. A loader with `shuffle=False`.
             link: Of class probabilities: "probit", the softmax of `m / √(1 + π/8 variance)`,
                 without random numbers; "mc", the mean over draws of the outputs; "bridge", the mean
                 of a Dirichlet distribution. "mc" needs covariances between classes.
@@ -484,7 +485,8 @@ class Laplace:
             `(mean, variance)` of an observation, noise included.
 
         Raises:
-            ValueError: If the model's parameters have changed, or `link` does not fit the loss.
+            ValueError: If the model's parameters have changed, `link` does not fit the loss, or a
+                loader is shuffled: nobody would know whose predictions these are.
             UnsupportedError: If the loss has no predictive distribution here.
 
         Cost: a last linear layer, at any number of positions, takes some passes whatever the number
@@ -493,7 +495,10 @@ class Laplace:
         return, if that is less.
         """
         flag("progressbar", progressbar)
-        if isinstance(X, (DataLoader, Iterator)):
+        # Without a function that counts them, examples in a list could not be told apart.
+        is_list = isinstance(X, list) and self.risk.options.batch_size_fn is None
+        if is_list or isinstance(X, (DataLoader, Iterator)):
+            require_order(self.risk.with_data(X))
             predictions = []
             for item in shown(X, "predictions", progressbar):
                 part = item[0] if isinstance(item, (tuple, list)) else item

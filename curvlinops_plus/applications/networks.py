@@ -35,7 +35,7 @@ def require_present(risk: EmpiricalRisk, parameters: Fingerprint, title: str) ->
     if changed:
         raise ValueError(
             f"The parameters {changed[:3]} have changed since {title} was computed; compute it "
-            "anew."
+            "anew, or load the weights at which it was computed (a saved K has none of its own)."
         )
 
 

@@ -183,6 +183,8 @@ def test_predictions_for_loaders(loss: str) -> None:
         close(a, b)
     once = la.predict(iter([X[:5], (X[5:],)]), progressbar=True)
     close(once[0], whole[0])
+    listed = la.predict([(X[:5], CLASSES[:5]), (X[5:], CLASSES[5:])])
+    close(listed[0], whole[0])
 
 
 def la_of(approximation: Any = KFAC, **options: Any) -> Laplace:
@@ -213,5 +215,11 @@ test_refusals = refusals(
             "is a posterior",
         ),
         (lambda: la_of().predict(iter([])), ValueError, "no inputs"),
+        (lambda: la_of().predict([]), ValueError, "no inputs"),
+        (
+            lambda: la_of().predict(DataLoader(TensorDataset(X, CLASSES), 5, shuffle=True)),
+            ValueError,
+            r"listed in the order .*RandomSampler \(shuffle=True\)",
+        ),
     ]
 )
