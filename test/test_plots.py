@@ -169,8 +169,8 @@ def test_without_axes_the_current_ones_are_taken() -> None:
 
     _, current = plt.subplots()
     try:
-        assert plot_spectrum((torch.arange(3.0), torch.ones(3))) is current
         assert plot_influence(torch.arange(6.0), IMAGES["grey"], 1) is current
+        assert plot_spectrum((torch.arange(3.0), torch.ones(3))) is current
     finally:
         plt.close("all")
 
