@@ -474,8 +474,16 @@ class KFACPreconditioner(TiedOptimizer):
                 "No batch was recorded since the last step, as a call of the model can't be "
                 f"read: {hooks.unreadable}"
             ) from hooks.unreadable
-        names = ", ".join(loss.title for loss in self.curvature.risk.losses)
+        losses = self.curvature.risk.losses
+        names = ", ".join(loss.title for loss in losses)
         miss = f" {hooks.miss}" if hooks.miss else ""
+        functions = [loss.title for loss in losses if not isinstance(loss.loss, nn.Module)]
+        if functions:
+            miss = (
+                f" The optimizer was given {functions[0]}, which is a function, and calls of those "
+                "are only heard beside a module that holds their options: pass one, as "
+                "nn.CrossEntropyLoss(), and go on calling the function."
+            )
         raise RuntimeError(
             f"No batch was recorded since the last step.{miss} Recorded are calls of the model, in "
             f"training mode and with gradients, and then of {names} on what the model returned: "

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus import UnsupportedError
+from curvlinops_plus import Empirical, UnsupportedError
 from curvlinops_plus.optim import KFACOptimizer, LevenbergMarquardt, NormConstraint, WeightDecay
 from test.helpers import Refusal, refusals
 from test.optim.kfac.training import EXACT, Loss, batch, flat, net, plain
@@ -153,6 +153,15 @@ def test_steps_that_have_heard_no_batch(call: Callable[..., Tensor]) -> None:
     model.train()
     plain(optimizer, model, loss, X, y)
     assert optimizer.last_step.examples == 12
+
+
+def test_of_a_function_the_error_says_that_it_is_not_heard() -> None:
+    model, (X, y) = net(), batch()
+    function = nn.functional.cross_entropy
+    optimizer = KFACOptimizer(model, function, vectors=Empirical())
+    function(model(X), y).backward()
+    with pytest.raises(RuntimeError, match=r"given cross_entropy, which is a function.*pass one"):
+        optimizer.step()
 
 
 def test_steps_without_a_batch() -> None:
