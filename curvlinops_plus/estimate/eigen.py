@@ -40,6 +40,11 @@ class Eigenpairs(NamedTuple):
     residuals: Tensor
     """`[k]`, lengths of `A x - λ x`: an eigenvalue of `A` is within that distance of `λ`."""
 
+    def __repr__(self) -> str:
+        shape = list(self.eigenvectors.shape)
+        numbers = f"eigenvalues={self.eigenvalues}, eigenvectors {shape}"
+        return f"Eigenpairs({numbers}, residuals={self.residuals})"
+
 
 def top_eigenpairs(
     A: MatrixLike,

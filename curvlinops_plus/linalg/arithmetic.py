@@ -109,6 +109,10 @@ class Scaled(LinearOperator):
         self.c = c
         self.delta = delta
 
+    def __repr__(self) -> str:
+        c, delta = (float(torch.as_tensor(number).detach()) for number in (self.c, self.delta))
+        return f"{super().__repr__()}\n  {c:.4g} A + {delta:.4g} I, A = {self.A!r}"
+
     def _matmat(self, X: Tensor) -> Tensor:
         return self._plus_shift(self.c * self.A._matmat(X), X)
 

@@ -66,6 +66,12 @@ def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     torch.testing.assert_close(norm, torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7)
 
 
+def test_printed_pairs_have_numbers_and_no_vectors() -> None:
+    shown = repr(top_eigenpairs(torch.diag(torch.arange(50.0)), 2, generator=seeded()))
+    assert shown.startswith("Eigenpairs(eigenvalues=tensor([49., 48.]), eigenvectors [50, 2], resi")
+    assert len(shown) < 200
+
+
 def test_eigenvalues_near_zero() -> None:
     """Their tolerance is relative to the largest one."""
     A = with_eigenvalues(torch.arange(1, 201) ** -2.0)

@@ -174,3 +174,14 @@ def test_views_names_and_order() -> None:
     assert not reordered.compatible(SPACE)
     assert Space.from_shapes([(9,)]).matches(SPACE)
     assert not Space.from_shapes([(3, 3)]).matches(SPACE)
+
+
+def test_a_shifted_matrix_says_of_what_and_by_how_much() -> None:
+    A = Dense(torch.eye(2), Structure.PSD)
+    shown = repr(Scaled(A, 2.0, 0.5))
+    assert shown == (
+        "Scaled(2 x 2, PSD, torch.float32, cpu)\n  2 A + 0.5 I, A = "
+        "Dense(2 x 2, PSD, torch.float32, cpu)"
+    )
+    delta = torch.tensor(0.5, requires_grad=True)
+    assert repr(Scaled(A, 2.0, delta)) == shown
