@@ -420,10 +420,10 @@ class OutputLoss:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
         if self.warning is None:
-            self.warning = ""
             if callable(self.loss) and not isinstance(self.loss, self.likelihood.loss_type or ()):
                 N = batch.num_examples
                 require_own_gradient(self, self.likelihood, f, y, class_axis, N)
+            self.warning = ""
         weight = batch.weight
         if weight is None:
             count = self.likelihood.count(F, Y)

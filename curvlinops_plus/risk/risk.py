@@ -487,7 +487,9 @@ class EmpiricalRisk(ModelParameters):
 
     @untraced
     def loss(self) -> Tensor:
-        """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
+        """The loss over all data, a 0-d tensor; of a class that `register_likelihood` knows it is
+        that of its distribution, with the constants. Cost: one forward pass. Collective.
+        """
         with preserve_state(self.model, self.data):
             return self.value(self.together(partial(loss_pass, self)))
 

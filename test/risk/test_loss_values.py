@@ -15,6 +15,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     FromDistribution,
     FullBlock,
+    Hessian,
     UnsupportedError,
     curvature,
     register_likelihood,
@@ -113,9 +114,15 @@ def test_of_its_own_likelihood_a_loss_has_the_curvature(
 def test_another_likelihood_is_refused(
     loss: type[nn.Module], make: Callable[[Tensor], Distribution], found: str
 ) -> None:
-    for operator in (lambda risk: curvature(risk, FullBlock), lambda risk: GGN(risk).to_dense()):
+    risk = risk_of(loss, make)
+    for computed in (
+        lambda: curvature(risk, FullBlock),
+        lambda: GGN(risk).to_dense(),
+        lambda: Hessian(risk).to_dense(),
+        risk.loss,
+    ):
         with pytest.raises(UnsupportedError, match=f"{loss.__name__}: .*not its own.*{found}"):
-            operator(risk_of(loss, make))
+            computed()
 
 
 def test_without_the_check_it_is_the_likelihoods() -> None:
