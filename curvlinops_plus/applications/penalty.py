@@ -67,6 +67,11 @@ class QuadraticPenalty:
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
         instance("K", K, LinearOperator, "an operator, such as curvature(risk, KFAC)")
+        if isinstance(at, (int, float)):
+            raise TypeError(
+                f"`at`, the second argument, is the number {at}; expected the parameters around "
+                f"which the penalty is zero. Did you mean strength={at}?"
+            )
         number("strength", strength)
         instance("params", params, Mapping, "a dict of parameters by their names", optional=True)
         if K.structure < Structure.SYMMETRIC:

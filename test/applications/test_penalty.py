@@ -79,6 +79,8 @@ def test_value_and_derivatives(name: str) -> None:
         ):
             QuadraticPenalty(K)
         torch.testing.assert_close(QuadraticPenalty(K, before, 3.0)(), value)
+    with pytest.raises(TypeError, match=r"`at`, .* is the number 3.0; .*strength=3.0"):
+        QuadraticPenalty(K, 3.0)  # type: ignore[arg-type]
 
 
 def test_a_given_point_in_every_form_of_which_a_copy_is_kept() -> None:
