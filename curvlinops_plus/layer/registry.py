@@ -125,7 +125,8 @@ def _find_rule(
         return reason
     parameters = differentiable_parameters(module) if held is None else held
     computed = _computed(module, parameters)
-    if computed:
+    # The default patterns are of whatever parameters there are.
+    if computed and type(rule).patterns is not LayerRule.patterns:
         return (
             f"this {kind.__name__} computes {computed} from the parameters {list(parameters)}, as "
             "by weight normalization"
