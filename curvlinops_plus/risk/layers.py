@@ -210,8 +210,6 @@ def _with_reads(
         if of_tables:
             places = dict.fromkeys(p for key in of_tables.values() for p in tables.pop(key))
             name = next(iter(of_tables.values())).removesuffix(".weight") if keys else use.name
-            if name in enclosing:  # it runs again for others
-                name = next(iter(of_tables.values()))
             function = Function("broadcast", tuple(places))
             merged.append(
                 ModuleUse(name, use.module, BroadcastRule(), of_tables, use.owner, function)
