@@ -1,19 +1,17 @@
 """Tensors that are the same for all examples, where functions broadcast them over the examples:
-`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of products and attention,
-weights that are computed.
+`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of products and attention.
 
 Such a table `t` is a parameter, or computed from parameters alone. What the function returns is
 linear in it, so that the gradient of one example follows from the gradient `g` at what it returned:
 `Σ g` for a sum, `Σ g x` for a product, over all axes along which `t` was broadcast but that of the
-examples; `Σ g xᵀ` over positions for a product of matrices. From the table it goes back to the
-parameters by autograd, one row for each example. Nothing is run again: dropout elsewhere in the
-model does not matter.
+examples. From the table it goes back to the parameters by autograd, one row for each example.
+Nothing is run again: dropout elsewhere in the model does not matter.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
-from curvlinops_plus.layer.functions import AffineCall, affine_calls
 from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
@@ -38,13 +35,9 @@ class TableRead:
     Attributes:
         table: The tensor.
         shape: That of the output, to which it is broadcast.
-        products: What its gradient is the sum of; of a product of matrices, the gradient itself,
-            `[N, *table]`, of examples that were on a given axis.
+        products: What its gradient is the sum of.
         inputs: What else that depends on.
         behind: Number of axes of the output behind those of the table.
-        free: Of a product of matrices: the axes of the output that may carry the examples.
-        computed: Whether the table is to be computed: products with parameters themselves have
-            rules of their own.
     """
 
     table: Tensor
@@ -52,14 +45,10 @@ class TableRead:
     products: Products
     inputs: Sequence[Tensor] = ()
     behind: int = 0
-    free: Collection[int] | None = None
-    computed: bool = False
 
     @property
     def sizes(self) -> list[int]:
         """The table's shape with 1 for each axis along which it is broadcast."""
-        if self.free is not None:
-            return [1 if axis in self.free else n for axis, n in enumerate(self.shape)]
         before = len(self.shape) - self.table.ndim - self.behind
         return [*[1] * before, *self.table.shape, *[1] * self.behind]
 
@@ -76,8 +65,7 @@ class TableRead:
         axes = []
         for axis, (before, size) in enumerate(zip(self.sizes, self.shape, strict=True)):
             positions, rest = divmod(size, num_examples)
-            may_fold = axis == 0 or self.free is not None
-            if before == 1 and size and not rest and (positions == 1 or may_fold):
+            if before == 1 and size and not rest and (positions == 1 or axis == 0):
                 axes.append(axis)
         return axes
 
@@ -100,48 +88,38 @@ class TableOfPass:
 
     def gradients(
         self, inputs: Sequence[Tensor], g: Tensor
-    ) -> Tensor:  # g: [V, B * positions, *out] -> [V, B, *table]
-        """Gradients of the table for each example."""
+    ) -> Tensor:  # g: [V, B * positions, *out] -> [V, B, *source]
+        """Gradients of the parameter for each example."""
+        table = self.read.table
         sizes = self.read.sizes
         del sizes[self.axis]
         sums = []
         for g_v in g:
-            if self.read.free is None:
-                product = self.read.products(g_v, *inputs)
-                product = product.sum_to_size([len(product), *sizes])
-            else:
-                product = self.read.products(g_v, *inputs, axis=self.axis)
-            sums.append(product)
+            product = self.read.products(g_v, *inputs)
+            sums.append(product.sum_to_size([len(product), *sizes]))
         J = torch.stack(sums).unflatten(1, (-1, self.positions)).sum(2)
-        return J.view(*J.shape[:2], *self.read.table.shape)
+        J = J.view(*J.shape[:2], *table.shape)
+        return J if table is self.source else _pulled_back(table, self.source, J)
 
 
-def _pulled_back(
-    table: Tensor, sources: Sequence[Tensor], J: Tensor
-) -> list[Tensor]:  # [V, B, *table] -> each [V, B, *source]
-    """Gradients of parameters from those of a table that was computed from them; the graph stays.
-
-    The table may be a parameter itself.
+def _pulled_back(table: Tensor, source: Tensor, J: Tensor) -> Tensor:
+    """Gradients of a parameter from those of a table that was computed from it, `[V, B, *table] ->
+    [V, B, *source]`; the graph stays.
     """
-    if len(sources) == 1 and table is sources[0]:
-        return [J]
     rows = J.flatten(0, 1).to(table.dtype)
 
-    def gradients(row: Tensor, **options: Any) -> list[Tensor]:
-        back = torch.autograd.grad(table, sources, row, retain_graph=True, **options)
-        return [t.to_dense() if t.is_sparse else t for t in back]
+    def gradient(row: Tensor, **options: Any) -> Tensor:
+        (back,) = torch.autograd.grad(table, source, row, retain_graph=True, **options)
+        return back.to_dense() if back.is_sparse else back
 
     try:
         with warnings.catch_warnings():
             # vmap takes a loop there, which is correct.
             warnings.filterwarnings("ignore", message=".*batching rule.*")
-            back = gradients(rows, is_grads_batched=True)
+            back = gradient(rows, is_grads_batched=True)
     except RuntimeError:  # an operation that can't be vectorised
-        back = [torch.stack(t) for t in zip(*map(gradients, rows), strict=True)]
-    return [
-        at_least_float32(t).view(*J.shape[:2], *source.shape)
-        for t, source in zip(back, sources, strict=True)
-    ]
+        back = torch.stack([gradient(row) for row in rows])
+    return at_least_float32(back).view(*J.shape[:2], *source.shape)
 
 
 class BroadcastRule(LayerRule):
@@ -174,16 +152,8 @@ class BroadcastRule(LayerRule):
         """
         inputs = [at_least_float32(t) for t in args]
         g = at_least_float32(g.detach())
-        names_of: dict[TableRead, list[str]] = {}
-        for name, table in self.tables.items():
-            names_of.setdefault(table.read, []).append(name)
-        gradients: dict[str, Tensor] = {}
         with GradMode(False), full_precision(g.device.type):
-            for read, names in names_of.items():
-                J = self.tables[names[0]].gradients(inputs, g)
-                sources = [self.tables[name].source for name in names]
-                gradients |= zip(names, _pulled_back(read.table, sources, J), strict=True)
-        return {name: gradients[name] for name in self.tables}
+            return {name: table.gradients(inputs, g) for name, table in self.tables.items()}
 
 
 # ------------------------------------------------------------------------------ functions that read
@@ -197,43 +167,22 @@ def table_reads(
         >>> x = torch.ones(5, 3)
         >>> [len(reads) for reads in table_reads(torch.mul, (x, x), {}, x * x)]
         [1, 1]
-        >>> table_reads(torch.exp, (x,), {}, x.exp())
+        >>> table_reads(torch.matmul, (x, x.T), {}, x @ x.T)
         []
     """
-    if not isinstance(output, Tensor):
-        return []
     reader = _READERS_OF_TABLES.get(function)
+    if reader is None or not isinstance(output, Tensor):
+        return []
     try:
-        ways = [] if reader is None else reader(output, *args, **kwargs)
+        ways = reader(output, *args, **kwargs)
     except TypeError:  # arguments that this signature does not have
         return []
-    for call in affine_calls(function, args, kwargs):
-        weight = _read_of_weight(call, output)
-        beside = ways if call.bias is not None else []  # both may be tables
-        ways = [[*weight, *reads] for reads in beside or [[]]] + ways[len(beside) :]
     reads_of_ways = []
     for reads in ways:
         tensors = [t for read in reads for t in (read.table, *read.inputs)]
         if tensors and all(isinstance(t, Tensor) for t in tensors):
             reads_of_ways.append(reads)
     return reads_of_ways
-
-
-def _read_of_weight(call: AffineCall, output: Tensor) -> list[TableRead]:
-    """A product with a computed weight, whose gradient is that of the rule of such layers."""
-    weight = call.weight
-    is_convolution = call.function.name.startswith("conv")
-    if weight is None or call.of_stack or not (weight.ndim == 2 or is_convolution):
-        return []
-
-    def gradient(g: Tensor, x: Tensor, axis: int) -> Tensor:
-        stand_in = nn.Parameter(weight.detach())
-        module, rule = call.function.module(stand_in, None)
-        return rule.per_example_grads(module, (x,), {}, g[None])["weight"][0]
-
-    free = [0] if is_convolution else range(output.ndim - 1)
-    inputs = [call.input.detach()]
-    return [TableRead(weight, output.shape, gradient, inputs, free=free, computed=True)]
 
 
 def _beside_output(t: Any, output: Tensor) -> Any:
@@ -259,45 +208,6 @@ def _added(sign: float, other_sign: float, in_place: bool = False) -> Any:
         ]
 
     return read
-
-
-# Of `a @ b` either may be the table; matrices on the right have rules of their own.
-def _matrices(output: Tensor, input: Tensor, other: Any = None, *, mat2: Any = None) -> Any:
-    right = mat2 if other is None else other
-    if not isinstance(right, Tensor) or min(input.ndim, right.ndim) < 2:
-        return []
-    ways = [[_read_of_matrices(input, right, output, "su", "uo", 1)]]
-    if right.ndim > 2:
-        ways += [[_read_of_matrices(right, input, output, "uo", "su", 2)]]
-    return ways
-
-
-def _read_of_matrices(
-    table: Tensor, x: Tensor, output: Tensor, of_table: str, of_x: str, summed: int
-) -> TableRead:
-    """A product of matrices, or of stacks of them: `y[.., s, o] = Σ_u a[.., s, u] b[.., u, o]`.
-
-    Args:
-        of_table, of_x: The last two axes of both.
-        summed: The axis of the output that the table has not, from the end.
-    """
-    stacked = "abcdefgh"[: output.ndim - 2]
-    sizes = [*[1] * (output.ndim - table.ndim), *table.shape]
-    free = [axis for axis in range(output.ndim - 2) if sizes[axis] == 1]
-    kept = "".join(name for axis, name in enumerate(stacked) if axis not in free)
-
-    def gradient(g: Tensor, x: Tensor, axis: int) -> Tensor:
-        def moved(names: str) -> str:
-            return names[axis] + names[:axis] + names[axis + 1 :]
-
-        names_of_g = moved(f"{stacked}so")
-        names = f"{names_of_g},{moved(stacked + of_x)}->{names_of_g[0]}{kept}{of_table}"
-        return torch.einsum(names, g, x)
-
-    inputs = [_beside_output(x, output)]
-    free.append(output.ndim - summed)
-    is_stack = table.ndim > 2
-    return TableRead(table, output.shape, gradient, inputs, free=free, computed=is_stack)
 
 
 # other - input
@@ -459,8 +369,6 @@ _READERS_OF_TABLES: Any = {
     **dict.fromkeys((Tensor.sub_, Tensor.__isub__), _added(1, -1, in_place=True)),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _multiplied),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _divided),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matrices),
-    **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm), _matrices),
     torch.where: _chosen,
     **dict.fromkeys((Tensor.expand, Tensor.expand_as, torch.broadcast_to), _expanded),
     **dict.fromkeys((Tensor.broadcast_to, Tensor.repeat, torch.tile, Tensor.tile), _expanded),

@@ -68,12 +68,10 @@ class ParameterRead:
     broadcasts: list[Place] = field(default_factory=list)
     is_mixed: bool = False
 
-
-def are_broadcast(reads: Sequence[ParameterRead]) -> bool:
-    """Whether all that the model does with what is read is broadcasting; some of it may lead
-    nowhere, as what is detached.
-    """
-    return any(read.broadcasts for read in reads) and not any(read.is_mixed for read in reads)
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all that the model does with it is broadcasting."""
+        return bool(self.broadcasts) and not self.is_mixed
 
 
 class DryPass:
@@ -226,9 +224,7 @@ class DryPass:
             if not outputs and sources is not None:
                 self._tables.add(out, ())
             return out
-        # A bias beside a computed weight is read with it.
-        by_weight = any(read.computed for read, _ in reads)
-        for call in [] if by_weight else affine_calls(function, args, kwargs):
+        for call in affine_calls(function, args, kwargs):
             product = self._product(call, examples)
             if product is None:
                 continue

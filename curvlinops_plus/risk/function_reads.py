@@ -26,7 +26,7 @@ from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.progress import known_length
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
-from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct, are_broadcast
+from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct
 from curvlinops_plus.risk.found_reads import FoundReads, ParameterProduct
 from curvlinops_plus.risk.layers import (
     Layer,
@@ -161,7 +161,7 @@ def find_functions(
     by_tables = dict.fromkeys(instead)
     for key, reads in outside.items():
         if key not in taken and not all(read.product for read in reads):
-            if are_broadcast(reads):
+            if all(read.is_broadcast for read in reads):
                 by_tables[key] = None
             else:
                 taken.add(key)
@@ -237,7 +237,7 @@ def _instead_of_rules(dry: DryPass, failed: Collection[str], previous: FoundRead
         # All of a layer's, since what its module returns is one table.
         keys = [key for key in use.keys.values() if key in failed]
         reads = [read for key in keys for read in dry.reads.get(key, ())]
-        if known.isdisjoint(keys) and are_broadcast(reads):
+        if known.isdisjoint(keys) and reads and all(read.is_broadcast for read in reads):
             instead += [key for key in keys if key in dry.reads and key not in instead]
     return instead
 

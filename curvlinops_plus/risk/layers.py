@@ -361,7 +361,7 @@ class ModuleUse:
     @property
     def without_rule(self) -> bool:
         """Whether nothing is known of the module but that it holds the parameters."""
-        return self.rule is GENERIC
+        return self.rule is GENERIC and not is_parametrized(self.module)
 
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:

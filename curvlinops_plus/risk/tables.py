@@ -116,8 +116,6 @@ class Tables:
             with_places = []
             for read in reads:
                 sources = self.of(read.table)
-                if read.computed and self._sources_of(read.table) is not None:
-                    continue
                 axes = read.example_axes(num_examples) if sources else []
                 places = [(name, (len(read.shape), axis)) for axis in axes]
                 if known is not None and sources:

@@ -48,16 +48,6 @@ CASES: dict[str, Case] = {
     "tile": (torch.tile, lambda t: (t, (N, 4, 1)), [(1, 3)], {}),
     "linear": (F.linear, lambda t: (X, normal(2, 3), t), [(2,)], {}),
     "conv1d": (F.conv1d, lambda t: (X, normal(2, 4, 2), t), [(2,)], {"padding": 1}),
-    "linear, weight": (F.linear, lambda w, t: (X, w, t), [(2, 3), (2,)], {}),
-    "conv1d, weight": (F.conv1d, lambda w: (X, w), [(2, 2, 2)], {"stride": 2, "groups": 2}),
-    "embedding": (F.embedding, lambda w: (X.mul(9).long() % 6, w), [(6, 2)], {"padding_idx": 1}),
-    "torch.matmul": (torch.matmul, lambda w: (X, w), [(3, 2)], {}),
-    "torch.matmul, left": (torch.matmul, lambda w: (w, X), [(6, 4)], {}),
-    "matmul, stacks": (Tensor.matmul, lambda w: (X[:, :, None], w), [(4, 3, 2)], {}),
-    "matmul, stacks of one": (Tensor.matmul, lambda w: (X[:, None], w), [(1, 2, 3, 2)], {}),
-    "matmul, stacks on the left": (Tensor.matmul, lambda w: (w, X[:, :, :, None]), [(4, 2, 3)], {}),
-    "torch.mm": (torch.mm, lambda w: (X[:, 0], w), [(3, 2)], {}),
-    "mm": (Tensor.mm, lambda w: (X[:, 0], w), [(3, 2)], {}),
     "layer_norm": (F.layer_norm, lambda w, b: (X, (3,), w, b), [(3,), (3,)], {"eps": 0.1}),
     "layer_norm, two axes": (
         torch.layer_norm,
@@ -100,11 +90,11 @@ def test_gradients_of_each_example(name: str) -> None:
     output = function(*arguments(*tables), **options)
     g = normal(V, *output.shape, seed=3)
     args = arguments(*tables)
-    ways = []
-    for reads in table_reads(function, args, options, output):
-        of_tables = [read for read in reads if any(read.table is t for t in tables)]
-        if len(of_tables) == len(tables):
-            ways.append(of_tables)
+    ways = [
+        reads
+        for reads in table_reads(function, args, options, output)
+        if all(any(read.table is t for t in tables) for read in reads)
+    ]
     assert len(ways) == 1
     (reads,) = ways
     assert [read.example_axes(N) for read in reads] == [[0]] * len(tables)
@@ -122,27 +112,8 @@ def test_every_function_is_tested() -> None:
     tested = {function for function, *_ in CASES.values()}
     aliases = {Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__rmul__, Tensor.__iadd__}
     aliases |= {Tensor.__isub__, Tensor.broadcast_to, Tensor.tile, torch.group_norm}
-    aliases |= {torch.rms_norm, Tensor.div, F.conv2d, F.conv3d, Tensor.__matmul__}
-    aliases |= {torch.bmm, Tensor.bmm}  # which broadcast nothing over a first axis
+    aliases |= {torch.rms_norm, Tensor.div, F.conv2d, F.conv3d}
     assert {*broadcast._READERS_OF_TABLES} <= tested | aliases
-
-
-def test_matrices_of_each_head_meet_examples_on_the_second_axis() -> None:
-    """`[T, N · heads, d] @ [T, d, T]`, as relative positions of keys."""
-    table = made((4, 3, 4), 1)
-    x = normal(4, 2 * N, 3, seed=2)
-    output = x @ table
-    reads = [read for way in table_reads(torch.bmm, (x, table), {}, output) for read in way]
-    (read,) = [read for read in reads if read.table is table]
-    assert read.example_axes(N) == [1]
-    rule = BroadcastRule({"weight": TableOfPass(read, 1, 2, table)})
-    g = normal(1, *output.shape, seed=4)
-    module: Any = None
-    ours = rule.per_example_grads(module, (x.movedim(1, 0),), {}, g.movedim(2, 1))["weight"]
-    for n in range(N):
-        rows = slice(2 * n, 2 * n + 2)
-        (expected,) = torch.autograd.grad(output[:, rows], table, g[0, :, rows], retain_graph=True)
-        close(ours[0, n], expected)
 
 
 def test_tables_that_were_computed_and_several_positions() -> None:

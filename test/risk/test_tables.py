@@ -87,14 +87,6 @@ def windows(s: Any, x: Tensor) -> Tensor:
     return (rows * s.w + s.b).unflatten(0, (-1, 2)).flatten(1, 2)
 
 
-def relative(s: Any, x: Tensor) -> Tensor:
-    """Scores of queries and relative positions: the examples are on the second axis, with heads."""
-    q = x.unflatten(-1, (2, 2)).transpose(1, 2).flatten(0, 1)  # [2 N, T, 2]
-    positions = F.embedding(s.index, s.table).transpose(1, 2)  # [T, 2, T]
-    scores = q @ q.mT + torch.matmul(q.transpose(0, 1), positions).transpose(0, 1)
-    return (scores.softmax(-1) @ q).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
-
-
 def with_token(s: Any, x: Tensor) -> Tensor:
     return torch.cat([s.token.expand(len(x), -1, -1), x], 1) + s.positions
 
@@ -152,33 +144,6 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     ),
     "scaled bias of a convolution": lambda: Part(
         lambda s, x: F.conv1d(x.mT, s.w, 2 * s.b).mT, w=(4, 4, 2), b=(4,)
-    ),
-    "a computed matrix": lambda: Part(
-        lambda s, x: F.linear(x, s.g * s.v / s.v.norm(dim=1, keepdim=True), s.b),
-        v=(4, 4),
-        g=(4, 1),
-        b=(4,),
-    ),
-    "a product as a matrix": lambda: Part(lambda s, x: x @ (s.a @ s.b), a=(4, 2), b=(2, 4)),
-    "a rounded kernel": lambda: Part(
-        lambda s, x: F.conv1d(x.mT, s.w + (s.w.round(decimals=1) - s.w).detach(), s.b, 1, 1).mT,
-        w=(4, 4, 3),
-        b=(4,),
-    ),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-    "weight norm of a convolution": lambda: nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3, padding=1, groups=2))
-    ),
-    "from the left": lambda: Part(lambda s, x: s.w @ x, w=(4, 4)),
-    "a computed matrix from the left": lambda: Part(
-        lambda s, x: s.w.softmax(1).matmul(x), w=(4, 4)
-    ),
-    "a matrix for each position": lambda: Part(
-        lambda s, x: (x[:, :, None] @ (2 * s.w))[:, :, 0], w=(4, 4, 4)
-    ),
-    "relative positions of keys": lambda: Part(relative, table=(7, 2)),
-    "a computed table of tokens": lambda: Part(
-        lambda s, x: F.embedding((x[..., 0] > 0).long() + 1, s.a @ s.b, 2) * x, a=(3, 2), b=(2, 4)
     ),
     "windows": lambda: Part(windows, w=(4,), b=(1, 2, 4)),
     "two parameters in a table": lambda: Part(lambda s, x: x + (s.a + s.b), a=(4, 1), b=(1, 4)),
