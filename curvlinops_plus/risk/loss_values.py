@@ -133,8 +133,9 @@ def require_own_gradient(
         f"{loss.title}: the likelihood that is registered for this loss is not its own. The "
         f"gradient of the loss at the model's outputs {found}, with the reduction "
         f"{likelihood.reduction!r}. Is the loss a mean over all numbers of the output, as assumed "
-        "of it? If it adds up those of an example, say so: Independent(distribution, 1) is one "
-        "term for each example, and `count` of a Likelihood is what the mean divides by. A sum "
+        "of it? If it adds up those of an example, torch.distributions.Independent(distribution, "
+        "1) is one term for each example, and `count` of a Likelihood is what the mean divides "
+        "by. A sum "
         'has the attribute reduction = "sum". EmpiricalRisk(..., check=False) continues; results '
         "are those of the likelihood."
     )

@@ -108,6 +108,7 @@ def test_resumed_training_goes_on_bit_for_bit(
 @pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 def test_a_trainer_takes_the_steps_of_a_loop(tmp_path: Path) -> None:
     """Without dropout and shuffling, the same as a loop that is written out."""
+
     class Trainer(KFACTrainerMixin, transformers.Trainer):
         def _get_train_sampler(self, *args: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
