@@ -161,23 +161,41 @@ class LossFunctions(TorchFunctionMode):
     def __init__(self, hear: Callable[..., bool]) -> None:
         super().__init__()
         self._hear = WeakMethod(hear)
+        self._modes: list[Any] = []  # under which the model has run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         value = func(*args, **kwargs)
         # What is compiled has no calls. (The compiler is asked of losses only: in a mode its
         # answer to that may take the place of another result, as PyTorch 2.6 to 2.14 have it.)
-        if func in _HEARD and not torch.compiler.is_compiling():
-            hear = self._hear()
-            if hear is None or hear(func, args, kwargs, value):
-                # Now it is off the stack, to which the caller returns it; and then drops these.
-                kwargs["watch"] = endings = Endings()
-                endings.callback(self.end)
+        is_heard = func in _HEARD and not torch.compiler.is_compiling()
+        if is_heard and self._is_over(func, args, kwargs, value):
+            # Now it is off the stack, to which the caller returns it; and then drops these.
+            kwargs["watch"] = endings = Endings()
+            endings.callback(self.end)
         return value
+
+    def _is_over(self, *call: Any) -> bool:
+        """Show a call; says whether the watch is over.
+
+        In it PyTorch has taken the modes above this one off the stack. Passes of our own run under
+        those of the user's pass, such as a default device.
+        """
+        hear = self._hear()
+        if hear is None:
+            return True
+        modes = _get_current_function_mode_stack()
+        _replace_stack(self._modes)
+        try:
+            return hear(*call)
+        finally:
+            _replace_stack(modes)
 
     def begin(self) -> None:
         """Watch the functions of this thread."""
+        self.end()
         modes = _get_current_function_mode_stack()
+        self._modes = modes
         # `torch.set_default_device` wants its mode at the bottom; `with torch.device(...)` has one
         # that is as any other, and was never entered.
         lowest = modes and isinstance(modes[0], DeviceContext) and hasattr(modes[0], "old_device")
@@ -189,6 +207,7 @@ class LossFunctions(TorchFunctionMode):
         if _len_torch_function_stack():
             modes = _get_current_function_mode_stack()
             _replace_stack([mode for mode in modes if mode is not self])
+        self._modes = []
 
 
 def _replace_stack(modes: list[Any]) -> None:

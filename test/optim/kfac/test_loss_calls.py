@@ -525,3 +525,37 @@ def test_what_is_no_form_is_not_heard(change: Callable[[Tensor], Tensor]) -> Non
     F.mse_loss(change(model(X)), NUMBERS[:, 0]).backward()
     with pytest.raises(RuntimeError, match="another shape, order of axes or dtype, and nothing"):
         optimizer.step()
+
+
+class UsersMode(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Scaled(nn.Module):
+    """A parameter that a function reads, which our own passes look for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear = nn.Linear(3, 2)
+        self.modes: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(any(isinstance(m, UsersMode) for m in _get_current_function_mode_stack()))
+        return self.linear(x * self.scale)
+
+
+def test_our_passes_run_under_the_modes_of_the_user() -> None:
+    """Such as a default device, while a loss function is heard inside of them."""
+    model = Scaled()
+    optimizer = KFACOptimizer(model, nn.MSELoss(), lr=1e-2)
+    with UsersMode(), pytest.warns(CurvatureWarning, match="exact diagonal"):
+        F.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+        assert _get_current_function_mode_stack()[0].__class__ is UsersMode
+    optimizer.step()
+    assert len(model.modes) > 1
+    assert all(model.modes)
+    assert _get_current_function_mode_stack() == []
