@@ -552,8 +552,9 @@ def test_our_passes_run_under_the_modes_of_the_user() -> None:
     """Such as a default device, while a loss function is heard inside of them."""
     model = Scaled()
     optimizer = KFACOptimizer(model, nn.MSELoss(), lr=1e-2)
-    with UsersMode(), pytest.warns(CurvatureWarning, match="exact diagonal"):
-        F.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    with UsersMode():
+        with pytest.warns(CurvatureWarning, match="exact diagonal"):
+            F.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
         assert _get_current_function_mode_stack()[0].__class__ is UsersMode
     optimizer.step()
     assert len(model.modes) > 1
