@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -79,12 +80,15 @@ class TableOfPass:
         axis: The axis of the examples.
         positions: Of each example on that axis.
         source: The parameter that it is or was computed from, which has its graph.
+        resumed: Makes a context in which what ran in the pass runs as it did: activation
+            checkpointing runs parts of the model again for that graph.
     """
 
     read: TableRead
     axis: int
     positions: int
     source: Tensor
+    resumed: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def gradients(
         self, inputs: Sequence[Tensor], g: Tensor
@@ -99,7 +103,10 @@ class TableOfPass:
             sums.append(product.sum_to_size([len(product), *sizes]))
         J = torch.stack(sums).unflatten(1, (-1, self.positions)).sum(2)
         J = J.view(*J.shape[:2], *table.shape)
-        return J if table is self.source else _pulled_back(table, self.source, J)
+        if table is self.source:
+            return J
+        with self.resumed():
+            return _pulled_back(table, self.source, J)
 
 
 def _pulled_back(table: Tensor, source: Tensor, J: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ stay until that is over: activation checkpointing runs layers once more in it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -188,7 +189,13 @@ class Recorder:
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
         self._broadcast = BroadcastUses(
-            risk.model, broadcast, params, self._views.key, self._inside, self.backward
+            risk.model,
+            broadcast,
+            params,
+            self._views.key,
+            self._inside,
+            self.backward,
+            partial(_resumed, weakref.ref(self)),
         )
         self.doubt: Exception | None = None
         self.last = self._new_pass(0)
@@ -381,6 +388,17 @@ class Recorder:
         self.last.is_over = True
         self._inside.clear()
 
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Context, inside of `disabled`, in which modules and functions run as in the last pass."""
+        depth = self.disabled.depth
+        self.disabled.depth = 0
+        try:
+            with entered(self._mode) if self._sees_functions else nullcontext():
+                yield
+        finally:
+            self.disabled.depth = depth
+
     def _new_pass(self, num_examples: int) -> RecordedPass:
         rows = GatheredRows(num_examples) if self.gathers and num_examples else None
         return RecordedPass(num_examples, self.backward, self.own_pass, rows)
@@ -553,6 +571,12 @@ class Recorder:
         if view is None or any(view.key in keys for keys in self._inside):
             return None
         return view
+
+
+def _resumed(recorder: weakref.ref[Recorder]) -> AbstractContextManager[None]:
+    """The context of a recorder, if it is still there; tables, which it holds, don't hold it."""
+    owner = recorder()
+    return nullcontext() if owner is None else owner.resumed()
 
 
 def follows_rows(risk: EmpiricalRisk) -> bool:

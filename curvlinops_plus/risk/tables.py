@@ -10,6 +10,7 @@ the table; see `layer/broadcast.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,6 +162,7 @@ class BroadcastUses:
         key_of: Key of the parameter that a tensor shows numbers of.
         inside: For each module that runs, keys of the parameters that it answers for.
         backward: Whether gradients are recorded.
+        resumed: As for `TableOfPass`.
 
     Attributes:
         keys: Of the parameters.
@@ -175,8 +177,10 @@ class BroadcastUses:
         key_of: Callable[[Tensor], str | None],
         inside: Sequence[set[str]],
         backward: bool,
+        resumed: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._model = model
+        self._resumed = resumed
         #: Key to the layer, the use, and the parameter's name in its module.
         self._uses: dict[str, tuple[int, ModuleUse, str]] = {}
         self._params = params
@@ -274,7 +278,7 @@ class BroadcastUses:
             for key in self.tables.of(read.table) or ():
                 index, use, name = self._uses[key]
                 source = self._leaves.get(key, self._params[key])
-                table = TableOfPass(read, axis, positions, source)
+                table = TableOfPass(read, axis, positions, source, self._resumed)
                 # Scale and shift of a norm belong to one layer.
                 rules = [rule for _, other, rule in layers if other is use]
                 if rules and name not in rules[-1].tables:

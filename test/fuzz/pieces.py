@@ -276,7 +276,7 @@ PIECES: dict[str, Piece] = {
     ),
     "behind one": Piece(
         ANY,
-        lambda r, s: {"how": r.choice(["squeeze", "flatten", "sum"])},
+        lambda r, s: {"how": r.choice(["squeeze", "flatten", "take", "sum"])},
         lambda s, o: modules.behind_one(nn.Linear(s[-1], s[-1]), o["how"]),
         0.6,
     ),
