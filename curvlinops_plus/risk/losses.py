@@ -419,7 +419,9 @@ class OutputLoss:
             if self.key is None:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
-        if self.warning is None:
+        if isinstance(self.likelihood, OfExamples):
+            self._look_at_examples(f, y, batch)
+        elif self.warning is None:
             if callable(self.loss) and not isinstance(self.loss, self.likelihood.loss_type or ()):
                 N = batch.num_examples
                 require_own_gradient(self, self.likelihood, f, y, class_axis, N)
@@ -453,13 +455,7 @@ class OutputLoss:
                 examples.
         """
         N = batch.num_examples
-        if self.warning is None and N > 1:
-            require_no_broadcast(self, f, y, N)
-            self.warning = no_mean(self, f, y, N)
-        if self.warning and batch.first:
-            message = self.warning
-            self.warning = ""
-            warn(message, CurvatureWarning, stacklevel=level_of_user())
+        self._look_at_examples(f, y, batch)
         value = self.loss(f, y)
         if not isinstance(value, Tensor) or value.numel() != 1:
             is_tensor = isinstance(value, Tensor)
@@ -477,6 +473,24 @@ class OutputLoss:
                 ".numpy()), round it, or compute under torch.no_grad()?"
             )
         return value * N if self.reduction == "mean" else value
+
+    def _look_at_examples(self, f: Tensor, y: Any, batch: Batch) -> None:
+        """Look once whether a loss of which nothing is known is a mean, or sum, over examples.
+
+        Raises:
+            ValueError: If output and target are broadcast.
+
+        Warns:
+            CurvatureWarning: Once, in a pass of several batches, if it is none.
+        """
+        N = batch.num_examples
+        if self.warning is None and N > 1:
+            require_no_broadcast(self, f, y, N)
+            self.warning = no_mean(self, f, y, N)
+        if self.warning and batch.first:
+            message = self.warning
+            self.warning = ""
+            warn(message, CurvatureWarning, stacklevel=level_of_user())
 
 
 # ------------------------------------------------------------------------------- what a batch gives

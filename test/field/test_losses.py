@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from curvlinops_plus import (
     GGN,
     CurvatureWarning,
+    DiagonalBlock,
     Empirical,
     EmpiricalRisk,
     FullBlock,
@@ -24,6 +26,7 @@ from curvlinops_plus import (
     NumericsError,
     curvature,
 )
+from test.cases import close
 from test.helpers import seeded
 
 
@@ -133,6 +136,23 @@ def test_a_loss_that_is_no_mean_over_examples(
     torch.testing.assert_close(risk.loss(), whole)
 
 
+@pytest.mark.parametrize(
+    "loss", [root_of_mean_square, dice, broadcast_by_mistake], ids=lambda loss: loss.__name__
+)
+def test_blocks_of_such_losses(loss: Callable[..., Tensor]) -> None:
+    """They are told, too, and are those of the losses of single examples."""
+    model, (X, y) = linear(), examples()
+    risk = EmpiricalRisk(model, loss, [(X[:6], y[:6]), (X[6:], y[6:])])
+    with pytest.warns(CurvatureWarning, match="is not the mean of the losses of single examples"):
+        K = curvature(risk, DiagonalBlock, vectors=Empirical())
+    rows = []
+    for n in range(len(X)):
+        value = loss(model(X[n : n + 1]), y[n : n + 1])
+        gradient = torch.autograd.grad(value, [*model.parameters()])
+        rows.append(torch.cat([g.flatten() for g in gradient]))
+    close(K.diagonal(), torch.stack(rows).square().mean(0))
+
+
 def absolute(f: Tensor, y: Tensor) -> Tensor:
     return (f - y).abs().mean()
 
@@ -160,7 +180,9 @@ def test_outputs_and_targets_are_not_broadcast(
     data = [(X, targets)] if batches == 1 else [(X[:7], targets[:7]), (X[7:], targets[7:])]
     reduction = None if isinstance(loss, nn.Module) or loss is absolute else "sum"
     risk = EmpiricalRisk(model.double(), loss, data, reduction=reduction)
-    for use in (risk.loss, risk.gradient, Hessian(risk).materialize, GGN(risk).materialize):
+    blocks = partial(curvature, risk, DiagonalBlock, vectors=Empirical())
+    operators = Hessian(risk).materialize, GGN(risk).materialize
+    for use in (risk.loss, risk.gradient, *operators, blocks):
         with pytest.raises(ValueError, match="Nothing is broadcast silently, so reshape one"):
             use()
 
