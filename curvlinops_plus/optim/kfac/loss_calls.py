@@ -170,7 +170,9 @@ class LossFunctions(TorchFunctionMode):
         # answer to that may take the place of another result, as PyTorch 2.6 to 2.14 have it.)
         is_heard = func in _HEARD and not torch.compiler.is_compiling()
         if is_heard and self._is_over(func, args, kwargs, value):
-            # Now it is off the stack, to which the caller returns it; and then drops these.
+            # PyTorch has taken this mode off the stack for the call, and puts it back afterwards:
+            # it can't leave yet. The keywords of the call are dropped after that, and with them
+            # what they hold ends.
             kwargs["watch"] = endings = Endings()
             endings.callback(self.end)
         return value
