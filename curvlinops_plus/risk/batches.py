@@ -103,7 +103,7 @@ def read_example_of_rows(
     """What `example_of_rows(X)` gives, for each kind of rows.
 
     Raises:
-        TypeError: If it is no vector of integers of at least 0, and no list of such.
+        TypeError: If it is no vector of integers, and no list of such.
     """
     if function is None:
         return ()
@@ -135,10 +135,15 @@ def count_examples(
     first axis of X, or the first axis that a mapping's tensors share.
 
     Raises:
-        ValueError: If there are other examples that have rows.
+        ValueError: If rows belong to other examples.
     """
-    numbers = [int(examples.max()) for examples in example_of_rows if len(examples)]
-    largest = max(numbers, default=-1)
+    largest = -1
+    for examples in example_of_rows:
+        if len(examples):
+            least, most = torch.stack(torch.aminmax(examples)).tolist()
+            if least < 0:
+                raise ValueError(f"example_of_rows(X) names example {least} of batch {index}.")
+            largest = max(largest, most)
     if batch_size_fn is not None:
         N = integer("batch_size_fn(X)", batch_size_fn(X), low=0)
         if largest >= N:

@@ -129,7 +129,7 @@ class RecordedPass:
         routed = None
         axes = [axis]
         if fold is None:
-            routed = self._routed(reads[0], inputs, leaves[places[0]]) if not axis else None
+            routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
         outputs = []
@@ -198,7 +198,7 @@ class RecordedPass:
         edge = get_gradient_edge(t) if self.backward else None
         return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed)
 
-    def _routed(self, read: LayerRead, inputs: Any, output: Tensor) -> RoutedRows | None:
+    def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
         """To which examples the rows of a call belong that were gathered or are ragged, or of which
         each meets a matrix of its own; None of others.
         """
@@ -207,11 +207,13 @@ class RecordedPass:
         if rows is None and not isinstance(matrices, Tensor):
             return None
         is_affine = isinstance(read.rule, AffineRule)
+        if axis and not is_affine:
+            return None
         x = read.rule.input_of(read.use.module, *inputs) if is_affine else output
         places = None if rows is None else rows.places(x)
         if not isinstance(matrices, Tensor):
             assert rows is not None
-            if places is None and not rows.are_known(x):
+            if places is None and not axis and not rows.are_known(x):
                 raise self._not_by_example(read.use, f"got {list(x.shape)}")
             # Others treat rows one by one, if examples don't have as many.
             if places is None or not (is_affine or rows.moves_rows(x)):

@@ -303,6 +303,8 @@ def test_what_is_refused() -> None:
         curvature(problem.risk(example_of_rows=lambda x: x["x"]), DiagonalBlock)
     with pytest.raises(ValueError, match="names example 3 of batch 0, which has 2"):
         curvature(problem.risk(batch_size_fn=lambda x: 2), DiagonalBlock)
+    with pytest.raises(ValueError, match="names example -1 of batch 0"):
+        curvature(problem.risk(example_of_rows=lambda x: x["example"] - 1), DiagonalBlock)
     with pytest.raises(UnsupportedError):
         curvature(problem.risk(example_of_rows=lambda x: x["example"].flip(0)), DiagonalBlock)
 
