@@ -170,8 +170,8 @@ def count_examples(
         raise ValueError(
             f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, "
             "without a first axis that carries them. Pass `batch_size_fn`, a function of X that "
-            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`; of several graphs "
-            "in one object `example_of_rows`."
+            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`; of several "
+            "graphs in one object `example_of_rows`."
         )
     return sizes.pop()
 
