@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.contexts import Endings
 from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
+from curvlinops_plus.layer.recurrent_functions import RecurrentRead, recurrent_read
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.risk.batches import Batch, take_examples
+from curvlinops_plus.risk.found_reads import ParameterProduct
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.preserve import own_calls
@@ -38,15 +40,6 @@ class _Frame:
     rows: bool = True
 
 
-@dataclass(frozen=True)
-class ReadProduct:
-    """A function with a rule that multiplies with a weight, or adds a bias: their keys."""
-
-    function: Function
-    weight: str | None
-    bias: str | None
-
-
 @dataclass(eq=False)
 class ParameterRead:
     """A function that reads a parameter.
@@ -55,7 +48,8 @@ class ParameterRead:
         frames: The modules that run, outermost first, without the one that answers for the
             parameter.
         answered: Whether there is one that answers.
-        product: What it computes, if there is a rule for that.
+        product: What it computes, if there is a rule for that, and all parameters that it reads
+            for it.
         broadcasts: Where it, or a table that is made of what it returns, is broadcast over
             examples.
         is_mixed: Whether the parameter or such a table meets examples in any other way.
@@ -64,7 +58,7 @@ class ParameterRead:
     key: str
     frames: list[_Frame]
     answered: bool
-    product: ReadProduct | None = None
+    product: ParameterProduct | None = None
     broadcasts: list[Place] = field(default_factory=list)
     is_mixed: bool = False
 
@@ -228,13 +222,17 @@ class DryPass:
             product = self._product(call, examples)
             if product is None:
                 continue
-            keys = self._now.keys() & {product.weight, product.bias}
-            self._look_at_rows(call.input, keys, product.function.stacked)
-            for key, read in self._now.items():
-                if key in (product.weight, product.bias):
-                    read.product = product
-                    in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
-                    read.answered |= in_attention
+            self._look_at_rows(call.input, product.keys.values(), product.function.stacked)
+            for key in product.keys.values():
+                read = self._now[key]
+                read.product = product
+                in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
+                read.answered |= in_attention
+        recurrent = recurrent_read(function, args, kwargs)
+        if recurrent is not None:
+            product = self._recurrent_product(recurrent)
+            for key in () if product is None else product.keys.values():
+                self._now[key].product = product
         for key, read in self._now.items():
             self.reads.setdefault(key, []).append(read)
         if not reads and sources is not None:
@@ -264,7 +262,21 @@ class DryPass:
             for read in self._tables.of(t) or ():
                 read.is_mixed |= read not in seen
 
-    def _product(self, product: AffineCall, examples: int | None) -> ReadProduct | None:
+    def _recurrent_product(self, read: RecurrentRead) -> ParameterProduct | None:
+        """The recurrent layer that a call runs, if all of its weights are parameters and it has
+        sequences of examples.
+        """
+        keys = {local: self._views.whole(weight) for local, weight in read.weights.items()}
+        known = {local: key for local, key in keys.items() if key is not None}
+        has_examples = read.num_sequences > 0 and not read.num_sequences % self._examples
+        sizes = read.batch_sizes
+        if sizes is not None:
+            has_examples = self._rows.packed.rows(sizes, self._examples) is not None
+        if len(known) < len(keys) or not has_examples:
+            return None
+        return ParameterProduct(Function(read.name, read.options), known)
+
+    def _product(self, product: AffineCall, examples: int | None) -> ParameterProduct | None:
         """What a call multiplies with or adds, if there is a rule for it and it has rows of
         examples.
         """
@@ -278,7 +290,7 @@ class DryPass:
                 return None
             if bias.matrices is not None and not self._meets_rows(bias.matrices, product.input):
                 return None
-            return ReadProduct(replace(BIAS, stacked=function.stacked), None, bias.key)
+            return ParameterProduct(replace(BIAS, stacked=function.stacked), {"bias": bias.key})
         w = self.risk.params[weight.key]
         b = None if bias is None else self.risk.params[bias.key]
         if function.stacked:
@@ -296,14 +308,16 @@ class DryPass:
                 rows = slice(0, 0 if b is None else len(b))
             if bias is not None and bias.rows != rows:
                 return None
+        params = {"weight": w} if b is None else {"weight": w, "bias": b}
         try:
-            rule = function.module(w, b)[1]
+            rule = function.module(params)[1]
             assert isinstance(rule, AffineRule)
             if not function.stacked:
                 rule.at(weight.rows, len(w))
         except (ValueError, NotImplementedError):
             return None
-        return ReadProduct(function, weight.key, None if bias is None else bias.key)
+        keys = {"weight": weight.key}
+        return ParameterProduct(function, keys if bias is None else {**keys, "bias": bias.key})
 
     def _meets_rows(self, index: int | Tensor, x: Tensor) -> bool:
         """Whether a vector of a stack, or one for each row, is added to what an expert's matrix
