@@ -103,6 +103,8 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self.reads: dict[str, list[ParameterRead]] = {}
+        #: Of autograd functions.
+        self._unseen_reads: dict[str, list[ParameterRead]] = {}
         self.unseen: set[str] = set()
         self.of_gathered: set[str] = set()
         self.moves_rows = False
@@ -114,7 +116,7 @@ class DryPass:
         self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._views = ParameterViews(self._free)
         self._now: dict[str, ParameterRead] = {}
-        self._tables = Tables(self._reads_of)
+        self._tables = Tables(self._reads_of, self._divides)
 
         def run(model: nn.Module) -> None:
             self._tables.begin(model.modules())
@@ -130,6 +132,9 @@ class DryPass:
                     endings.callback(module.register_forward_hook(after, **options).remove)
                 endings.enter_context(FunctionCalls(self._receive))
                 outputs, *_ = self.risk.run(batch, model)
+            for key, reads in self._unseen_reads.items():
+                if key in self.reads or all(read.is_broadcast for read in reads):
+                    self.reads.setdefault(key, []).extend(reads)
             self.unseen = self._reached(outputs)
 
         self.risk.at(self._free, run)
@@ -185,10 +190,24 @@ class DryPass:
         sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
         return any(n and n % self._examples == 0 for n in sizes)
 
+    def _divides(self, t: Tensor) -> bool:
+        """Whether some axis may carry examples."""
+        return any(size % self._examples == 0 for size in t.shape)
+
     def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
-        """The read of now of a parameter."""
+        """The read of now of a parameter; where an autograd function has read it, is not known, but
+        that it was in the model.
+        """
         key = self._views.key(t)
-        return None if key is None else (self._now[key],)
+        if key is None:
+            return None
+        if key in self._now:
+            return (self._now[key],)
+        if not self.risk.params[key].requires_grad:
+            return None  # the function that is recorded gives it no graph
+        read = replace(self._read(key), frames=self._stack[:1])
+        self._unseen_reads.setdefault(key, []).append(read)
+        return (read,)
 
     def _receive(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], examples: int | None
@@ -207,7 +226,8 @@ class DryPass:
             return self._receive(function, *with_mask(args, kwargs, expanded), examples)
         sources = self._tables.of_all(inputs)  # before the call may write to them
         out = function(*args, **kwargs)
-        self._rows.follow(function, args, kwargs, out)
+        if sources is None:
+            self._rows.follow(function, args, kwargs, out)
         self._views.select(function, args, out)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
