@@ -116,7 +116,7 @@ class DryPass:
         self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._views = ParameterViews(self._free)
         self._now: dict[str, ParameterRead] = {}
-        self._tables = Tables(self._reads_of, self._divides)
+        self._tables = Tables(self._reads_of)
 
         def run(model: nn.Module) -> None:
             self._tables.begin(model.modules())
@@ -189,10 +189,6 @@ class DryPass:
         tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
         sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
         return any(n and n % self._examples == 0 for n in sizes)
-
-    def _divides(self, t: Tensor) -> bool:
-        """Whether some axis may carry examples."""
-        return any(size % self._examples == 0 for size in t.shape)
 
     def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
         """The read of now of a parameter; where an autograd function has read it, is not known, but

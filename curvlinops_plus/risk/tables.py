@@ -47,9 +47,8 @@ class Tables:
 
     Args:
         sources_of: What the table is made of that a tensor is by itself, as a parameter; None of
-            all other tensors.
-        has_rows: Whether a tensor that an autograd function returned may have rows of examples;
-            default: none has, since the parameters are known to be in tables alone.
+            all other tensors. It is asked, too, about the parameters that an autograd function
+            reads beside examples.
 
     Example:
         >>> import torch
@@ -60,13 +59,8 @@ class Tables:
         (('w',), None)
     """
 
-    def __init__(
-        self,
-        sources_of: Callable[[Tensor], tuple[Any, ...] | None],
-        has_rows: Callable[[Tensor], bool] = lambda t: False,
-    ) -> None:
+    def __init__(self, sources_of: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
         self._sources_of = sources_of
-        self._has_rows = has_rows
         self._tables: dict[int, _Table] = {}
         #: The graph's nodes of tables, likewise.
         self._nodes: dict[Any, tuple[Any, ...]] = {}
@@ -100,15 +94,10 @@ class Tables:
     def _of_autograd_function(self, t: Tensor) -> tuple[Any, ...] | None:
         """What a tensor is made of that an autograd function returned, by its graph.
 
-        It may depend on examples, too, as a constant: without rows of examples, it is the same
-        tensor for all of them, and so is the way from it to its parameters.
+        It may depend on examples, too, as a constant: it is the same tensor for all of them, and so
+        is the way from it to its parameters. What has a row for each meets them in other ways.
         """
         last: Any = t.grad_fn
-        if self._has_rows(t):
-            for node, _ in last.next_functions:
-                if hasattr(node, "variable"):
-                    self._sources_of(node.variable)  # read, but not in a table
-            return None
         sources: dict[Any, None] = {}
         nodes = [last]
         while nodes:
@@ -122,6 +111,9 @@ class Tables:
             if is_leaf or not (
                 isinstance(node, BackwardCFunction) or len(node.next_functions) == 1
             ):
+                for earlier, _ in last.next_functions:
+                    if hasattr(earlier, "variable"):
+                        self._sources_of(earlier.variable)  # read, but not in a table
                 return None
             nodes += [earlier for earlier, _ in node.next_functions if earlier is not None]
         self._add(t, tuple(sources))

@@ -42,14 +42,14 @@ class Scaled(torch.autograd.Function):
     """Rows of examples times a vector."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w, x)
+        return torch.einsum("ni,i->ni", x, w)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, w = ctx.saved_tensors
-        return grads[0] * w, (grads[0] * x).sum(0)
+        w, x = ctx.saved_tensors
+        return (grads[0] * x).sum(0), grads[0] * w
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def rows_of(losses: Any, params: Sequence[Tensor]) -> Tensor:
     """The gradient of each loss."""
     rows = []
     for loss in losses:
-        back = torch.autograd.grad(loss, params, retain_graph=True)
+        back = torch.autograd.grad(loss, params, retain_graph=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in back]))
     return torch.stack(rows)
 
@@ -148,19 +148,57 @@ def test_all_layers_are_preconditioned_in_training(name: str) -> None:
     close(optimizer.curvature.operator.diagonal(), J.square().mean(0))
 
 
-def test_rows_of_examples_are_no_table() -> None:
-    """The model runs again then."""
+def scaled_input(m: Any, x: Tensor) -> Tensor:
+    h: Any = Scaled.apply(m.w, x)
+    return m.head(m.before(h.tanh()))
 
-    def run(m: Any, x: Tensor) -> Tensor:
-        h: Any = Scaled.apply(x, m.w)
-        return m.head(h.tanh())
 
+def scaled_twice(m: Any, x: Tensor) -> Tensor:
+    """Once where it is seen, and once where it isn't."""
+    h: Any = Scaled.apply(m.w, m.before(x).tanh() * m.w)
+    return m.head(h.tanh())
+
+
+class Inner(nn.Module):
+    """Gets a table of its parameter from outside, and reads the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(normal(i, seed=1))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x + self.w.sum()).cumsum(1) * torch.outer(x[:, 0], table)
+
+
+def passed_inside(m: Any, x: Tensor) -> Tensor:
+    return m.head(m.layer(m.before(x), product(m.layer.w[:2], m.b)).tanh())
+
+
+MIXED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module]]] = {
+    "input": (scaled_input, nn.Identity),
+    "twice": (scaled_twice, nn.Identity),
+    "passed inside": (passed_inside, Inner),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_of_examples_are_no_table(name: str, check: bool) -> None:
+    """The model runs again then, also if nothing is compared."""
     torch.manual_seed(0)
-    model = Written(run, w=nn.Parameter(normal(i, seed=1)), head=nn.Linear(i, 2)).double()
+    run, layer = MIXED[name]
+    model = Written(
+        run,
+        w=nn.Parameter(normal(i, seed=1)),
+        b=nn.Parameter(normal(2, i, seed=2)),
+        before=nn.Linear(i, i),
+        layer=layer(),
+        head=nn.Linear(i, 2),
+    ).double()
     x, y = normal(N, i, seed=8), torch.arange(N) % 2
     losses = [F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)]
     J = rows_of(losses, [*model.parameters()])
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(x, y)])
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(x, y)], check=check)
     close(curvature(risk, DiagonalBlock, vectors=Empirical()).diagonal(), J.square().mean(0))
 
 
