@@ -81,8 +81,9 @@ class DryPass:
     Attributes:
         reads: Key to the functions that read the parameter.
         unseen: Keys of the parameters that outputs depend on although nothing was seen to read
-            them, of modules that are not called, such as what an `nn.ParameterDict` holds for an
-            autograd function.
+            them: of modules that are not called, such as what an `nn.ParameterDict` holds for an
+            autograd function, or that run under `torch.no_grad()`, as in a solver by the adjoint
+            method.
         of_gathered: Keys of the parameters of layers that see gathered rows.
         moves_rows: Whether layers see rows in another order than that of the examples, or another
             number of each of them.
@@ -109,6 +110,7 @@ class DryPass:
         self.of_gathered: set[str] = set()
         self.moves_rows = False
         self._called = set[str]()
+        self._without_graph = set[str]()
         self._rows = GatheredRows(batch.num_examples)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
@@ -140,11 +142,12 @@ class DryPass:
         self.risk.at(self._free, run)
 
     def _reached(self, outputs: Iterable[Tensor]) -> set[str]:
-        """Keys of the parameters in the graph of the outputs that nothing was seen to read, of
-        modules that were not called.
+        """Keys of the parameters in the graph of the outputs that nothing was seen to read with a
+        graph, of modules that were not called or ran without.
         """
         idle = [use for use in self.uses if use.without_rule and use.name not in self._called]
-        unread = {key for use in idle for key in use.keys.values() if key not in self.reads}
+        unread = {key for use in idle for key in use.keys.values()} | self._without_graph
+        unread -= self.reads.keys()
         key_of = {id(self._free[key]): key for key in unread}
         reached: set[str] = set()
         nodes = [t.grad_fn for t in outputs if unread]
@@ -165,6 +168,8 @@ class DryPass:
                 places = use.places(module)
                 if all(m._parameters.get(n) is self._free[key] for m, n, key in places):
                     answers |= {*use.keys.values()}
+        if not torch.is_grad_enabled():
+            self._without_graph |= answers
         self._stack.append(_Frame(name, answers))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:

@@ -61,6 +61,7 @@ class RecordedPass:
             inputs.
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
+        has_graph: Whether the pass began with gradients enabled.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RecordedPass:
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self.has_graph = torch.is_grad_enabled()
 
     @property
     def by_layer(self) -> dict[int, list[RecordedCall]]:
@@ -122,10 +124,14 @@ class RecordedPass:
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            raise UnsupportedError(
+            # Without keys: of what an autograd function gives gradients, the graph tells.
+            kind = OutsideReads if self.has_graph else UnsupportedError
+            raise kind(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`."
+                f"leave its parameters {list(use.keys.values())} out of `params`; if a solver goes "
+                "back by the adjoint method, take the one that is differentiated as it is, as "
+                "`odeint` instead of `odeint_adjoint`."
             )
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
