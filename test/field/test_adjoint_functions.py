@@ -190,8 +190,8 @@ def test_zeros_may_be_constants_and_other_numbers_may_not() -> None:
     params = [*model.parameters()]
     v = normal(sum(p.numel() for p in params), seed=3)
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, Y)])
-    with torch.no_grad():
-        signs = model.layer(X).sign()
+    layer: Any = model.layer
+    signs = layer(X).sign().detach()
     fixed = Written(
         lambda m, x: m.head(m.layer(x).tanh() * (1 + signs)), **dict(model.named_children())
     )
