@@ -281,9 +281,18 @@ class Call:
         return [self.leaves[i][examples] for i in self.per_example]
 
     def run(
-        self, params: Mapping[str, Tensor], inputs: Sequence[Tensor], shapes: Sequence[torch.Size]
-    ) -> list[Tensor]:
-        """Outputs of the module for the inputs of one example, in these shapes."""
+        self,
+        params: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        then: Callable[[list[Tensor]], Any] = list,
+    ) -> Any:
+        """Outputs of the module for the inputs of one example, in these shapes.
+
+        Args:
+            then: What is returned instead, computed while the module has these parameters: a
+                backward pass may run it once more.
+        """
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), inputs, strict=True):
             leaves[i] = t.unsqueeze(axis)
@@ -296,10 +305,15 @@ class Call:
         as_parameters(parameters.values())
         drop_new_tensors(parts_kept(self.module.modules()))
         args, kwargs = tree_unflatten(leaves, self.spec)
-        out = functional_call(self.module, parameters | buffers, args, kwargs, tie_weights=False)
-        outputs = floating_tensors(out)
-        self._check_outputs(type(out).__name__, outputs, shapes)
-        return [t.reshape(shape) for t, shape in zip(outputs, shapes, strict=True)]
+
+        def result(out: Any) -> Any:
+            outputs = floating_tensors(out)
+            self._check_outputs(type(out).__name__, outputs, shapes)
+            return then([t.reshape(shape) for t, shape in zip(outputs, shapes, strict=True)])
+
+        replaced = {f"module.{name}": t for name, t in (parameters | buffers).items()}
+        call = _Followed(self.module)
+        return functional_call(call, replaced, (result, args, kwargs), tie_weights=False)
 
     def _check_outputs(
         self, kind: str, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]
@@ -358,15 +372,32 @@ class Call:
         gradients: dict[str, list[Tensor]] = {name: [] for name in self.params}
         for n in range(examples.start, examples.stop):
             params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
+            sent = [[t[v, n] for t in g] for v in range(vectors.start, vectors.stop)]
+
+            def rows_of(
+                outputs: list[Tensor],
+                params: dict[str, Tensor] = params,
+                sent: list[list[Tensor]] = sent,
+            ) -> list[Any]:
+                with GradMode(False):
+                    return [_pull_back(outputs, list(params.values()), g_v) for g_v in sent]
+
             with GradMode(True):
-                outputs = self.run(params, self.inputs(n), shapes)
-            rows = [
-                _pull_back(outputs, list(params.values()), [t[v, n] for t in g])
-                for v in range(vectors.start, vectors.stop)
-            ]
+                rows = self.run(params, self.inputs(n), shapes, rows_of)
             for name, J in zip(self.params, zip(*rows, strict=True), strict=True):
                 gradients[name].append(torch.stack(J))
         return {name: torch.stack(J, dim=1) for name, J in gradients.items()}
+
+
+class _Followed(nn.Module):
+    """A call of a module, and what follows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, then: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        return then(self.module(*args, **kwargs))
 
 
 def _pull_back(

@@ -27,6 +27,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.packed import PackedOrders, PackedRows
 from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
 
 
@@ -53,12 +54,14 @@ class RecordedPass:
         rows: Follows rows that are gathered; None if nobody does.
 
     Attributes:
+        packed: How sequences were sorted before they were packed.
         is_over: Whether calls are of layers that run once more, in a backward pass.
         calls: What was recorded.
         kinds: What was called: names, whether one row was returned for all examples, axes of the
             inputs.
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
+        has_graph: Whether the pass began with gradients enabled.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class RecordedPass:
         self.backward = backward
         self.own_pass = own_pass
         self.rows = rows
+        self.packed = PackedOrders() if rows is None else rows.packed
         self.is_over = not num_examples
         self.calls: list[RecordedCall] = []
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self.has_graph = torch.is_grad_enabled()
 
     @property
     def by_layer(self) -> dict[int, list[RecordedCall]]:
@@ -104,6 +109,7 @@ class RecordedPass:
         output: Any,
         axis: int,
         fold: int | None = None,
+        packed: PackedRows | None = None,
     ) -> Any:
         """Record a call for one layer, or for several that read different parameters in it.
 
@@ -111,16 +117,21 @@ class RecordedPass:
             inputs: Its arguments and keywords.
             axis: The axis of inputs and outputs that carries the examples.
             fold: Number of examples if the axis carries positions and, inside them, examples.
+            packed: Of packed sequences: the rows of the first output; the inputs are padded.
 
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            raise UnsupportedError(
+            # Without keys: of what an autograd function gives gradients, the graph tells.
+            kind = OutsideReads if self.has_graph else UnsupportedError
+            raise kind(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`."
+                f"leave its parameters {list(use.keys.values())} out of `params`; if a solver goes "
+                "back by the adjoint method, take the one that is differentiated as it is, as "
+                "`odeint` instead of `odeint_adjoint`."
             )
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
@@ -128,7 +139,9 @@ class RecordedPass:
         places = self._places_of_outputs(use, rule, inputs, output, leaves)
         routed = None
         axes = [axis]
-        if fold is None:
+        if packed is not None:
+            axes = [0, *[1] * (len(places) - 1)]
+        elif fold is None:
             routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
@@ -138,7 +151,8 @@ class RecordedPass:
             # What a function has written into, the model goes on with, whatever is returned.
             is_input = use.function is not None and any(t is x for x in inputs[0])
             if self.backward and not (is_input and t.requires_grad):
-                is_known = isinstance(rule, AffineRule) or use.function is not None
+                of_function = use.function is not None and not use.function.is_recurrent
+                is_known = isinstance(rule, AffineRule) or of_function
                 t = _with_edge(t, is_known, len(places) > 1)
             # One row for all examples, as of position embeddings.
             is_row = t.ndim > on and t.shape[on] == 1 < self.num_examples
@@ -147,7 +161,7 @@ class RecordedPass:
                 expanded = True
             leaves[k] = t
             if not self.is_over:
-                outputs.append(self._output(use, t, on, fold, routed))
+                outputs.append(self._output(use, t, on, fold, routed, packed))
         if not self.is_over:
             for read in reads:
                 if routed is None:
@@ -179,7 +193,13 @@ class RecordedPass:
         return places
 
     def _output(
-        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, routed: RoutedRows | None
+        self,
+        use: ModuleUse,
+        t: Tensor,
+        axis: int,
+        fold: int | None,
+        routed: RoutedRows | None,
+        packed: PackedRows | None,
     ) -> Output:
         """An output that gradients arrive at, whose rows belong to examples.
 
@@ -187,6 +207,7 @@ class RecordedPass:
             OutsideReads: If they don't.
         """
         rows = fold or (t.shape[axis] if t.ndim > axis else 0)
+        rows = rows if packed is None else packed.num_sequences
         by_example = rows > 0 and rows % self.num_examples == 0
         if routed is not None:
             by_example = t.shape[: routed.axes].numel() == len(routed.order)
@@ -196,7 +217,7 @@ class RecordedPass:
         self.dtypes.add(t.dtype)
         self.numbers += t.numel()
         edge = get_gradient_edge(t) if self.backward else None
-        return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed)
+        return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed, packed)
 
     def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
         """To which examples the rows of a call belong that were gathered or are ragged, or of which
