@@ -56,6 +56,7 @@ class _Loaded(NamedTuple):
         snapshot: The curvature at the last refresh, None before the first.
         draws: Number of the step and of examples in it, of all processes.
         updates, examples, weight: As of the estimator, of all processes.
+        checks: How many batches the self-check has seen, which decides when it looks again.
         damping: Of the inverse; None: that of who loads it.
     """
 
@@ -66,6 +67,7 @@ class _Loaded(NamedTuple):
     updates: int
     examples: int
     weight: float
+    checks: int
     damping: Any
 
 
@@ -284,6 +286,7 @@ class CurvatureEstimator:
                 self.risk, layers, self.vectors, repeatable=False, ignored=ignored
             )
         recorder.own_pass = own_pass
+        recorder.restarting = {*self._sums.called}
         recorder.weights = self._weights
         return recorder
 
@@ -688,6 +691,7 @@ class CurvatureEstimator:
             "weight": self.weight,
             "draws": [step, sum(drawn)],
             "damping": self.damping if isinstance(self.damping, (int, float, Tensor)) else None,
+            "checks": max(processes.gather(self.risk.checked.batches)),
             "sums": self._sums.over(processes).state_dict(),
             "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
         }
@@ -748,6 +752,7 @@ class CurvatureEstimator:
             state.count("updates"),
             state.count("examples"),
             state.number("weight", 0.0),
+            state.count("checks") if "checks" in state.data else 0,  # not in earlier versions
             damping,
         )
 
@@ -765,6 +770,7 @@ class CurvatureEstimator:
         self._drawn = step, -(-drawn // self.risk.processes.world)
         self.updates = loaded.updates
         self.weight = loaded.weight
+        self.risk.checked.batches = loaded.checks
         self.examples = loaded.examples if first else 0
         if loaded.damping is not None:
             self.damping = loaded.damping

@@ -555,6 +555,8 @@ class Checked:
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         errors: Layer name to the relative difference that was last seen.
         compared: Names of the layers of which a gradient was compared that was more than rounding.
+        changing: Names of modules that were seen to compute something else in each call, as by a
+            counter.
     """
 
     in_modules: bool = False
@@ -567,6 +569,7 @@ class Checked:
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
 
 
 def _no_batch(item: Any, index: int) -> ValueError:
