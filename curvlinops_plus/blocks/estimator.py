@@ -197,7 +197,7 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------- updating
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random
-        state unchanged.
+        state unchanged. One without examples adds nothing.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
@@ -206,8 +206,7 @@ class CurvatureEstimator:
                 it.
 
         Raises:
-            ValueError: If the batch can't be read, or has no examples, which some of several
-                processes may lack.
+            ValueError: If the batch can't be read.
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic.
                 Nothing has changed then.
         """
@@ -295,7 +294,7 @@ class CurvatureEstimator:
     ) -> None:
         """Add a batch by a pass of our own; an error says what is wrong with the layers."""
         if not batch.num_examples and self.risk.processes.world == 1:
-            raise ValueError("The batch has no examples.")
+            return
         self.risk.renew()
         cause = ""
         refusals: list[UnsupportedError] = []
