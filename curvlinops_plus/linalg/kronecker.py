@@ -336,7 +336,7 @@ class KroneckerSum(Sum):
         return square.sqrt().to(self.dtype)
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        terms = _joined(_terms(self))
+        terms = _joined_terms(_terms(self))
         if len(terms) == 1:
             return terms[0]._slogdet()
         if len(terms) > 2:
@@ -356,7 +356,7 @@ class KroneckerSum(Sum):
         return torch.where(total == -inf, 0.0, torch.ones_like(total)), total
 
     def _shift(self, delta: Scalar) -> LinearOperator:
-        terms = _joined(_terms(self))
+        terms = _joined_terms(_terms(self))
         for k, K in enumerate(terms if delta >= 0 else ()):
             G = K.G
             A = K.A
@@ -465,7 +465,7 @@ def _is_copy(F: Factor, H: Factor) -> bool:
     return torch.equal(F.tensor, H.tensor)
 
 
-def _joined(terms: list[Kronecker]) -> list[Kronecker]:
+def _joined_terms(terms: list[Kronecker]) -> list[Kronecker]:
     """The same sum, with terms that have a factor in common as one."""
     joined: list[Kronecker] = []
     for term in terms:
