@@ -362,9 +362,9 @@ class KroneckerSum(Sum):
             A = K.A
             # c I ⊗ A + δ I = I ⊗ (c A + δ I), and the same on the other side.
             if isinstance(G, IdentityMultiple):
-                shifted = Kronecker(G._times(1.0), _shifted(A._scale(G.c), delta))
+                shifted = Kronecker(G._times(1.0), _with_shift(A._scale(G.c), delta))
             elif isinstance(A, IdentityMultiple):
-                shifted = Kronecker(_shifted(G._scale(A.c), delta), A._times(1.0))
+                shifted = Kronecker(_with_shift(G._scale(A.c), delta), A._times(1.0))
             else:
                 continue
             return sum([*terms[:k], *terms[k + 1 :]], shifted)
@@ -448,7 +448,7 @@ def _inner(F: Factor, H: Factor) -> Tensor:  # [*b]
     return (F.diagonals().to(dtype) * H.diagonals().to(dtype)).sum(-1)
 
 
-def _shifted(F: Factor, delta: Scalar) -> Factor:
+def _with_shift(F: Factor, delta: Scalar) -> Factor:
     """`F + δ I`."""
     if isinstance(F, IdentityMultiple):
         return F._times(F.c + delta)
