@@ -61,6 +61,11 @@ _CAUSES = (
     "forward pass?"
 )
 
+_AS_THEY_COME = (
+    "The operator's check_deterministic=False takes them as they come; EmpiricalRisk(..., "
+    "check=False) turns off all checks."
+)
+
 
 def check_batch(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor]
@@ -480,7 +485,6 @@ class _BatchCheck:
         causes = "The layer was not called, so something else reads the parameters."
         if small.layers.index(layer) in small.last.by_layer:
             causes = _CAUSES
-        owner = "EmpiricalRisk" if self.recorder.repeatable else "KFACOptimizer"
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
         return OutsideReads(
@@ -488,8 +492,8 @@ class _BatchCheck:
             f"{small.last.num_examples} of {self.batch.num_examples} examples have norm "
             f"{norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and differ by "
             f"{wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or restructure "
-            f"that part of the model. {owner}(..., check=False) continues without this check; "
-            "results may be wrong.",
+            "that part of the model. EmpiricalRisk(..., check=False), or check=False of an "
+            "optimizer, continues without this check; results may be wrong.",
             [key for norms in wrong for key in norms.layer.params],
         )
 
@@ -580,8 +584,7 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
         names = training_modules(risk.model) or "code of its own"
         raise RuntimeError(
             f"The model draws random numbers in training mode, in {names}, so that evaluations may "
-            "differ, if rarely: call model.eval(). check_deterministic=False takes them as they "
-            "come."
+            f"differ, if rarely: call model.eval(). {_AS_THEY_COME}"
         )
 
 
@@ -592,5 +595,5 @@ def _random(risk: EmpiricalRisk, difference: float) -> RuntimeError:
     return RuntimeError(
         f"Two evaluations of the model on the same examples differ, by {difference:.1e} of the "
         f"output's norm. {cause or 'Does it draw random numbers, or count its calls?'} "
-        "check_deterministic=False takes them as they come."
+        f"{_AS_THEY_COME}"
     )
