@@ -340,7 +340,7 @@ class OutputLoss:
                 f"The loss{where} is {came}; expected one as nn.MSELoss() or "
                 "nn.CrossEntropyLoss(), or a function of output and target that returns a 0-d "
                 "tensor. For several outputs give a dict or a tuple, with a loss or a pair (loss, "
-                "weight) for each."
+                "weight) for each. Arguments are model, loss, and then parameters or data."
             )
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)
         if not is_number or not 0 < float(weight) < math.inf:

@@ -180,8 +180,14 @@ class KFACPreconditioner(TiedOptimizer):
         given = params.values() if isinstance(params, Mapping) else params
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
+        named = without_names(model, given)
+        if not named:
+            raise ValueError(
+                "`params` is empty, or an iterator that was read before. Leave it out for all that "
+                "require a gradient, or pass a list, as list(model.parameters())."
+            )
         super().__init__(
-            without_names(model, given),
+            named,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
         for group in self._read_groups(self.param_groups):
@@ -488,6 +494,8 @@ class KFACPreconditioner(TiedOptimizer):
         losses = self.curvature.risk.losses
         names = ", ".join(loss.title for loss in losses)
         miss = f" {hooks.miss}" if hooks.miss else ""
+        if not self.curvature.risk.model.training:
+            miss = " The model is in evaluation mode: call model.train() before the loop."
         functions = [loss.title for loss in losses if not isinstance(loss.loss, nn.Module)]
         if functions:
             miss = (

@@ -69,7 +69,7 @@ REFUSED: list[Refusal] = [
     (made(power=-0.5), ValueError, "A norm constraint in the damped norm is for inverses"),
     (made(nn.CrossEntropyLoss(reduction="sum"), decay=1.0),
      ValueError, "would add up the curvature of all steps"),
-    (made(params=[]), ValueError, "empty parameter list"),
+    (made(params=[]), ValueError, "`params` is empty, or an iterator that was read"),
     (made(foreach=True), TypeError, "unexpected keyword argument 'foreach'"),
     (made(weight="w"), UnsupportedError, "can't see whether your gradients have weights"),
     (made(nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
