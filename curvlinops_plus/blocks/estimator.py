@@ -144,7 +144,7 @@ class CurvatureEstimator:
 
     #: Whether layers of which no pass tells the gradients of each example are withdrawn at once,
     #: with a warning, rather than refused: so in an optimizer.
-    withdraws = False
+    _withdraws = False
 
     @takes_risk
     def __init__(
@@ -236,7 +236,7 @@ class CurvatureEstimator:
         self.risk.require_own_values("`listen`")
         self.risk.require_in_place()
         found = self.risk.read(batch, self.updates)
-        with closing(self.users_pass(found)) as users_pass:
+        with closing(self._users_pass(found)) as users_pass:
             once = called_once(users_pass, self.risk.model)
             with once if found.num_examples else nullcontext():
                 yield
@@ -249,7 +249,7 @@ class CurvatureEstimator:
             return False
         return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
 
-    def users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
+    def _users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
         targets are known.
         """
@@ -312,7 +312,7 @@ class CurvatureEstimator:
                 error = outside
             except NoExampleGradients as refusal:
                 advice = "In training loops leave these to another optimizer (`params=`)."
-                if self.withdraws:
+                if self._withdraws:
                     advice = ""
                 message = f"{cause}{refusal.fact} {advice}".rstrip()
                 refusals.append(self._left_out(refusal.keys, UnsupportedError(message)))
@@ -335,7 +335,7 @@ class CurvatureEstimator:
         withdrawn = sums.withdrawn | layers
         is_new = layers and not sums.withdrawn.issuperset(layers)
         alone = self.risk.processes.world == 1
-        if not (self.withdraws and alone and is_new) or len(withdrawn) == len(sums.layers):
+        if not (self._withdraws and alone and is_new) or len(withdrawn) == len(sums.layers):
             raise refusal
         sums.withdrawn = withdrawn
         return refusal
@@ -462,15 +462,15 @@ class CurvatureEstimator:
 
     # ------------------------------------------------------------------------------------ processes
     @property
-    def called_in_step(self) -> set[int]:
+    def _called_in_step(self) -> set[int]:
         """Indices of the layers that the open step has called."""
         return self._sums.entered
 
-    def enter(self, called: Iterable[int]) -> None:
+    def _enter(self, called: Iterable[int]) -> None:
         """Other processes have called layers in the open step: they decay here, too."""
         self._sums.enter(called)
 
-    def add_nothing(self) -> None:
+    def _add_nothing(self) -> None:
         """Take a step to which this process has nothing to add, while others have."""
         self._add(lambda draws, consume: Totals())
 
@@ -485,7 +485,7 @@ class CurvatureEstimator:
         def agreed() -> T:
             if processes.world > 1:
                 self._agree_on_reads()
-                self.enter(set[int]().union(*processes.gather(self.called_in_step)))
+                self._enter(set[int]().union(*processes.gather(self._called_in_step)))
                 self._agree_on_withdrawn()
                 averages = [
                     self._sums.totals_of(layer).steps

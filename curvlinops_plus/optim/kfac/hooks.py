@@ -236,7 +236,7 @@ class Hooks:
             self.unreadable = error.with_traceback(None)
             return
         start = PassStart.now(module) if self.keeps else None
-        call = _Call(estimator.users_pass(batch, due), due, start)
+        call = _Call(estimator._users_pass(batch, due), due, start)
         self._open[call.thread] = call
         call.users_pass.begin()
 

@@ -211,7 +211,7 @@ class KFACPreconditioner(TiedOptimizer):
             leave_out_uncalled=True,
         )
         self.curvature.draws_by_batch = True
-        self.curvature.withdraws = True
+        self.curvature._withdraws = True
         self._strict = strict
         self._inverse = inverse
         self._power = power
@@ -526,13 +526,13 @@ class KFACPreconditioner(TiedOptimizer):
         )
         if processes.world == 1:
             return own
-        gathered = processes.gather((own, self.curvature.called_in_step))
+        gathered = processes.gather((own, self.curvature._called_in_step))
         records = [record for record, _ in gathered]
         batches = any(record.batches for record in records)
         if batches and not own.batches:
             # else the moving averages of the processes would weigh differently
-            self.curvature.add_nothing()
-        self.curvature.enter(set[int]().union(*(called for _, called in gathered)))
+            self.curvature._add_nothing()
+        self.curvature._enter(set[int]().union(*(called for _, called in gathered)))
         errors = [
             hooks.error
             or type(record.error)(f"Process {rank} of {processes.world}: {record.error}")
