@@ -227,7 +227,14 @@ class Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
         parameters.
         """
-        other = Recorder(self.risk, self.layers, self.vectors, params=params, ignored=self.ignored)
+        other = Recorder(
+            self.risk,
+            self.layers,
+            self.vectors,
+            repeatable=self.repeatable,
+            params=params,
+            ignored=self.ignored,
+        )
         other.restarting = self.restarting
         return other
 
@@ -354,7 +361,11 @@ class Recorder:
         places = use.places(use.module)
         holders = [(module, name, self._params[key]) for module, name, key in places]
         answers_for = self._function_keys & {*use.keys.values()}
-        changing = use if read.rule.replays and may_change(use.module) else None
+        changing = None
+        # Of a model in evaluation mode two evaluations agree.
+        may_matter = use.module.training or not self.repeatable
+        if may_matter and read.rule.replays and may_change(use.module):
+            changing = use
         before = None
         if answers_for or changing is not None:
             before = Uncopied(self._enter, changing, holders, answers_for)
