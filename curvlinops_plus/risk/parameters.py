@@ -438,8 +438,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: If it has parameters without shapes.
-        UnsupportedError: If it is inside of `FullyShardedDataParallel`, or parameters are on the
-            meta device or made in inference mode.
+        UnsupportedError: If it is inside of `FullyShardedDataParallel`, or was made in inference
+            mode.
     """
     modules = dict(inner_model(model).named_modules())
     for name, module in modules.items():
@@ -456,23 +456,12 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
                     f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model "
                     "once on a batch, model(X), which gives it its shapes."
                 )
-            is_parameter = isinstance(t, nn.Parameter)
-            if is_parameter and (t.is_meta or t.is_inference()):
-                raise _without_numbers(where, t)
+            if isinstance(t, nn.Parameter) and t.is_inference():
+                raise UnsupportedError(
+                    f"{where} was made under torch.inference_mode(), so that its parameters have "
+                    "no derivatives. Make it outside, or load its state_dict() into one that was."
+                )
     return modules
-
-
-def _without_numbers(where: str, t: Tensor) -> UnsupportedError:
-    """The error about a parameter of a module that has no numbers, or no derivatives."""
-    if t.is_meta:
-        return UnsupportedError(
-            f"{where} is on the meta device, without numbers: give it some, "
-            "model.to_empty(device=...) and load_state_dict, before."
-        )
-    return UnsupportedError(
-        f"{where} was made under torch.inference_mode(), so that its parameters have no "
-        "derivatives. Make it outside, or load its state_dict() into one that was."
-    )
 
 
 def inner_model(model: nn.Module) -> nn.Module:
