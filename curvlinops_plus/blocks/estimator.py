@@ -180,6 +180,8 @@ class CurvatureEstimator:
         #: The number of the step, and of examples of this process in it, which random numbers
         #: depend on.
         self._drawn: tuple[int, int] = 0, 0
+        #: How many batches the self-check had seen after the last one that was added.
+        self._checks = 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk)
         self._recorder: Recorder | None = None
@@ -428,6 +430,7 @@ class CurvatureEstimator:
         vars(self).update(
             _sums=self._sums.added(batch, totals, decay),
             _drawn=(step, before + totals.examples),
+            _checks=self.risk.checked.batches,
             updates=self.updates + 1,
             examples=self.examples + totals.examples,
             weight=decay * self.weight + 1,
@@ -690,7 +693,7 @@ class CurvatureEstimator:
             "weight": self.weight,
             "draws": [step, sum(drawn)],
             "damping": self.damping if isinstance(self.damping, (int, float, Tensor)) else None,
-            "checks": max(processes.gather(self.risk.checked.batches)),
+            "checks": max(processes.gather(self._checks)),
             "sums": self._sums.over(processes).state_dict(),
             "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
         }
@@ -769,7 +772,7 @@ class CurvatureEstimator:
         self._drawn = step, -(-drawn // self.risk.processes.world)
         self.updates = loaded.updates
         self.weight = loaded.weight
-        self.risk.checked.batches = loaded.checks
+        self._checks = self.risk.checked.batches = loaded.checks
         self.examples = loaded.examples if first else 0
         if loaded.damping is not None:
             self.damping = loaded.damping
