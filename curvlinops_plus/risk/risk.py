@@ -392,7 +392,7 @@ class EmpiricalRisk(ModelParameters):
                 out = call(**X) if batch.unpack else call(X)
             except (RuntimeError, TypeError) as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
-                    advice = _why_it_failed(error, batch, self.dtype)
+                    advice = _why_it_failed(error, batch, self.params.values())
                     if not advice:
                         raise
                     raise type(error)(f"{error}. {advice}") from error
@@ -584,9 +584,11 @@ def _no_examples(data: Any) -> ValueError:
     return ValueError(f"`data` has no examples. {advice}")
 
 
-def _why_it_failed(error: Exception, batch: Batch, dtype: torch.dtype) -> str:
-    """What to do about a model that raised on a batch, "" if nobody knows."""
-    if isinstance(error, TypeError):
+def _why_it_failed(error: Exception, batch: Batch, params: Iterable[Tensor]) -> str:
+    """What to do about a model that raised one of Python's errors on a batch, "" if nobody
+    knows.
+    """
+    if type(error) is TypeError:
         if not batch.unpack or "unexpected keyword" not in str(error):
             return ""
         key = next(iter(batch.X), "x")
@@ -594,10 +596,13 @@ def _why_it_failed(error: Exception, batch: Batch, dtype: torch.dtype) -> str:
             "A batch that is a mapping with 'labels' is given to the model as keywords. If it "
             f"takes one input, make pairs, (batch[{key!r}], batch['labels'])."
         )
-    others = {t.dtype for t in tensors_of(batch.X) if t.is_floating_point()} - {dtype}
-    if not others or "type" not in str(error):
+    given = {t.dtype for t in tensors_of(batch.X) if t.is_floating_point()}
+    expected = {p.dtype for p in params}
+    is_about_types = type(error) is RuntimeError and "type" in str(error)
+    if not is_about_types or given & expected or len(given) != 1 or len(expected) != 1:
         return ""
-    came = ", ".join(sorted(map(str, others)))
+    (came,) = given
+    (dtype,) = expected
     return (
         f"The input of the batch is {came}, the parameters are {dtype}: convert one of them, "
         f"X.to({dtype}) or model.to({came})."
