@@ -40,7 +40,7 @@ for k, lr in enumerate(RATES):
         if step % EVERY == 0 and lr == RATES[-1]:
             # of the mean over numbers, of which an example has ten
             K = curvature(EmpiricalRisk(model, loss, [(X, y)]), EKFAC, vectors=MonteCarlo(10))
-            traces.append([10 * float(block.trace) for block in K.blocks.values()])
+            traces.append([10 * row["trace"] for row in K.summary()])
         optimizer.zero_grad()
         value = ((model(X) - y) ** 2).sum(1).mean()
         value.backward()

@@ -22,6 +22,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Hessian,
     curvature,
+    plot_spectrum,
 )
 from curvlinops_plus.estimate import (
     lanczos_approximate_log_spectrum,
@@ -70,7 +71,7 @@ for name, A in (("Hessian", H), ("GGN", G), ("KFAC", K), ("EKFAC", E)):
     density = lanczos_approximate_log_spectrum(
         A, 100, num_repeats=4, boundaries=ends, epsilon=FLOOR, generator=generator
     )
-    densities.loglog(*(values.numpy() for values in density), label=name)
+    plot_spectrum(density, log=True, ax=densities, label=name)
 print("smallest of the Hessian", top_eigenpairs(H, largest=False).eigenvalues.numpy().round(4))
 
 print("the same in closed form:")

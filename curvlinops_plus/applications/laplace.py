@@ -531,6 +531,11 @@ class Laplace:
     # ------------------------------------------------------------------------------------ internals
     def _outputs(self, X: Any, needed: str, then: Then) -> list[Tensor]:
         """`then` of the outputs for inputs `X` and what is needed of their covariances."""
+        if isinstance(X, tuple) and self.risk.options.batch_size_fn is None:
+            raise TypeError(
+                f"X is a tuple of length {len(X)}; expected what the model is called with, alone, "
+                "as la.predict(X) of a batch (X, y), or a list of batches, as la.predict([(X, y)])."
+            )
         require_present(self.risk, self._parameters, "K")
         prior = self.prior_precision
         precisions = dict(prior) if isinstance(prior, Mapping) else {"": prior}

@@ -255,7 +255,8 @@ class Accumulator(metaclass=_MadeByOperators):
         # of them only then.
         if not is_finite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(
-                f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries."
+                f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries. Look for "
+                "NaN in inputs, targets and parameters, or for overflow in half precision."
             )
         return value
 

@@ -602,8 +602,8 @@ class BlockwiseLinearOperator(Deferred):
             except UnsupportedError as error:
                 raise ValueError(
                     f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass "
-                    "it: from_state_dict(..., loss=...), which is loss_func=... of "
-                    "KFACLinearOperator and the like."
+                    "it: BlockwiseLinearOperator.from_state_dict(..., loss=...), "
+                    "KFACLinearOperator.from_state_dict(..., loss_func=...) and the like."
                 ) from error
         if params is None and isinstance(model, nn.Module):
             params = params_of(state, model)

@@ -56,6 +56,7 @@ class _Loaded(NamedTuple):
         snapshot: The curvature at the last refresh, None before the first.
         draws: Number of the step and of examples in it, of all processes.
         updates, examples, weight: As of the estimator, of all processes.
+        checks: How many batches the self-check has seen, which decides when it looks again.
         damping: Of the inverse; None: that of who loads it.
     """
 
@@ -66,6 +67,7 @@ class _Loaded(NamedTuple):
     updates: int
     examples: int
     weight: float
+    checks: int
     damping: Any
 
 
@@ -142,7 +144,7 @@ class CurvatureEstimator:
 
     #: Whether layers of which no pass tells the gradients of each example are withdrawn at once,
     #: with a warning, rather than refused: so in an optimizer.
-    withdraws = False
+    _withdraws = False
 
     @takes_risk
     def __init__(
@@ -178,6 +180,8 @@ class CurvatureEstimator:
         #: The number of the step, and of examples of this process in it, which random numbers
         #: depend on.
         self._drawn: tuple[int, int] = 0, 0
+        #: How many batches the self-check had seen after the last one that was added.
+        self._checks = 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk)
         self._recorder: Recorder | None = None
@@ -195,7 +199,7 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------- updating
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random
-        state unchanged.
+        state unchanged. One without examples adds nothing.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
@@ -204,8 +208,7 @@ class CurvatureEstimator:
                 it.
 
         Raises:
-            ValueError: If the batch can't be read, or has no examples, which some of several
-                processes may lack.
+            ValueError: If the batch can't be read.
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic.
                 Nothing has changed then.
         """
@@ -235,7 +238,7 @@ class CurvatureEstimator:
         self.risk.require_own_values("`listen`")
         self.risk.require_in_place()
         found = self.risk.read(batch, self.updates)
-        with closing(self.users_pass(found)) as users_pass:
+        with closing(self._users_pass(found)) as users_pass:
             once = called_once(users_pass, self.risk.model)
             with once if found.num_examples else nullcontext():
                 yield
@@ -248,7 +251,7 @@ class CurvatureEstimator:
             return False
         return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
 
-    def users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
+    def _users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
         targets are known.
         """
@@ -284,6 +287,7 @@ class CurvatureEstimator:
                 self.risk, layers, self.vectors, repeatable=False, ignored=ignored
             )
         recorder.own_pass = own_pass
+        recorder.restarting = {*self._sums.called}
         recorder.weights = self._weights
         return recorder
 
@@ -292,7 +296,7 @@ class CurvatureEstimator:
     ) -> None:
         """Add a batch by a pass of our own; an error says what is wrong with the layers."""
         if not batch.num_examples and self.risk.processes.world == 1:
-            raise ValueError("The batch has no examples.")
+            return
         self.risk.renew()
         cause = ""
         refusals: list[UnsupportedError] = []
@@ -310,7 +314,7 @@ class CurvatureEstimator:
                 error = outside
             except NoExampleGradients as refusal:
                 advice = "In training loops leave these to another optimizer (`params=`)."
-                if self.withdraws:
+                if self._withdraws:
                     advice = ""
                 message = f"{cause}{refusal.fact} {advice}".rstrip()
                 refusals.append(self._left_out(refusal.keys, UnsupportedError(message)))
@@ -333,7 +337,7 @@ class CurvatureEstimator:
         withdrawn = sums.withdrawn | layers
         is_new = layers and not sums.withdrawn.issuperset(layers)
         alone = self.risk.processes.world == 1
-        if not (self.withdraws and alone and is_new) or len(withdrawn) == len(sums.layers):
+        if not (self._withdraws and alone and is_new) or len(withdrawn) == len(sums.layers):
             raise refusal
         sums.withdrawn = withdrawn
         return refusal
@@ -432,6 +436,7 @@ class CurvatureEstimator:
         vars(self).update(
             _sums=self._sums.added(batch, totals, decay),
             _drawn=(step, before + totals.examples),
+            _checks=self.risk.checked.batches,
             updates=self.updates + 1,
             examples=self.examples + totals.examples,
             weight=decay * self.weight + 1,
@@ -466,15 +471,15 @@ class CurvatureEstimator:
 
     # ------------------------------------------------------------------------------------ processes
     @property
-    def called_in_step(self) -> set[int]:
+    def _called_in_step(self) -> set[int]:
         """Indices of the layers that the open step has called."""
         return self._sums.entered
 
-    def enter(self, called: Iterable[int]) -> None:
+    def _enter(self, called: Iterable[int]) -> None:
         """Other processes have called layers in the open step: they decay here, too."""
         self._sums.enter(called)
 
-    def add_nothing(self) -> None:
+    def _add_nothing(self) -> None:
         """Take a step to which this process has nothing to add, while others have."""
         self._add(lambda draws, consume: Totals())
 
@@ -489,7 +494,7 @@ class CurvatureEstimator:
         def agreed() -> T:
             if processes.world > 1:
                 self._agree_on_reads()
-                self.enter(set[int]().union(*processes.gather(self.called_in_step)))
+                self._enter(set[int]().union(*processes.gather(self._called_in_step)))
                 self._agree_on_withdrawn()
                 averages = [
                     self._sums.totals_of(layer).steps
@@ -694,6 +699,7 @@ class CurvatureEstimator:
             "weight": self.weight,
             "draws": [step, sum(drawn)],
             "damping": self.damping if isinstance(self.damping, (int, float, Tensor)) else None,
+            "checks": max(processes.gather(self._checks)),
             "sums": self._sums.over(processes).state_dict(),
             "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
         }
@@ -754,6 +760,7 @@ class CurvatureEstimator:
             state.count("updates"),
             state.count("examples"),
             state.number("weight", 0.0),
+            state.count("checks") if "checks" in state.data else 0,  # not in earlier versions
             damping,
         )
 
@@ -771,6 +778,7 @@ class CurvatureEstimator:
         self._drawn = step, -(-drawn // self.risk.processes.world)
         self.updates = loaded.updates
         self.weight = loaded.weight
+        self._checks = self.risk.checked.batches = loaded.checks
         self.examples = loaded.examples if first else 0
         if loaded.damping is not None:
             self.damping = loaded.damping

@@ -275,6 +275,8 @@ def _replacing(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
     stays.
     """
     target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {target.parent} to write {target.name} into.")
     mode = None
     with suppress(FileNotFoundError):
         mode = stat.S_IMODE(target.stat().st_mode)

@@ -145,6 +145,38 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
     return keepers
 
 
+class CallStart:
+    """What a module, and those inside of it, held when a call began: buffers and attributes, which
+    the call may change, as power iterations, observers and counters do.
+
+    Attributes:
+        buffers: Name of each place to a copy.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self._attributes: list[_Container] = []
+        for prefix, m in module.named_modules():
+            is_of_torch = _is_of_torch(type(m))
+            if not is_of_torch:
+                self._attributes.append(_Container(vars(m), _OF_TORCH))
+            if is_of_torch and not m.training:
+                continue
+            for name, b in m._buffers.items():
+                if b is not None:
+                    self.buffers[f"{prefix}.{name}" if prefix else name] = b.detach().clone()
+
+    def put_attributes_back(self) -> None:
+        """Let the modules have these attributes again."""
+        for attributes in self._attributes:
+            attributes.put_back()
+
+
+def may_change(module: nn.Module) -> bool:
+    """Whether a call may change what the module, or one inside of it, computes in the next one."""
+    return any(m._buffers or not _is_of_torch(type(m)) for m in module.modules())
+
+
 def module_copy(module: _Module, change: Callable[[Tensor], Tensor] = Tensor.clone) -> _Module:
     """A deep copy. What modules keep that was computed, such as the weight of the older weight
     normalization, is copied without its graph, which Python's own copy refuses.

@@ -110,7 +110,7 @@ class RecurrentRule(LayerRule):
                 f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random "
                 "numbers, so that its gradients are those of one draw. For the curvature of the "
                 "model call `model.eval()`; in a training loop set this dropout to 0, or leave the "
-                "layer's parameters to another optimizer (`params=`)."
+                "layer's parameters to another optimizer."
             )
 
     def axes(

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.kept import drop_new_tensors, kept_attributes, parts_kept
+from curvlinops_plus.layer.kept import CallStart, drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.random_state import RandomState
@@ -137,6 +137,8 @@ class Call:
         out_axes: For each floating-point tensor of the output, the axis of the examples.
         names: Other parameters than the module's own, by names in the module: those of its
             children, wherever it reads them.
+        start: What the module held when the call began, if it has to begin with the same again;
+            default: what it holds now.
     """
 
     def __init__(
@@ -148,8 +150,10 @@ class Call:
         in_axes: Sequence[int | None],
         out_axes: Sequence[int],
         names: Sequence[str] | None = None,
+        start: CallStart | None = None,
     ) -> None:
         self.module = module
+        self.start = start
         self.num_examples = num_examples
         self.out_axes = out_axes
         self._read_parameters(names)
@@ -178,9 +182,10 @@ class Call:
             for name, p in inner.items()
             if name not in self.aliases
         }
-        self.buffers = {
-            name: at_least_float32(b.detach()) for name, b in held_buffers(self.module).items()
-        }
+        buffers = held_buffers(self.module)
+        if self.start is not None:
+            buffers |= self.start.buffers
+        self.buffers = {name: at_least_float32(b.detach()) for name, b in buffers.items()}
 
     def _read_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int | None]
@@ -304,6 +309,8 @@ class Call:
         parameters = self.frozen | {name: params[key] for name, key in self.aliases.items()}
         as_parameters(parameters.values())
         drop_new_tensors(parts_kept(self.module.modules()))
+        if self.start is not None:
+            self.start.put_attributes_back()
         args, kwargs = tree_unflatten(leaves, self.spec)
 
         def result(out: Any) -> Any:
@@ -389,15 +396,33 @@ class Call:
         return {name: torch.stack(J, dim=1) for name, J in gradients.items()}
 
 
-class _Followed(nn.Module):
-    """A call of a module, and what follows."""
+class Unhooked(nn.Module):
+    """A module without its forward hooks: outputs are recorded before these see them, so what they
+    return instead belongs to what comes behind.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with what its pre-hooks make of the inputs."""
+        module = self.module
+        for key, hook in [*module._forward_pre_hooks.items()]:
+            if key in module._forward_pre_hooks_with_kwargs:
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+                continue
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        return module.forward(*args, **kwargs)
+
+
+class _Followed(Unhooked):
+    """A call of a module without its forward hooks, and what follows."""
+
     def forward(self, then: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
-        return then(self.module(*args, **kwargs))
+        return then(super().forward(*args, **kwargs))
 
 
 def _pull_back(

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.layer.replay import Call, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import gram
@@ -144,6 +145,11 @@ class LayerRule:
             return g * mask.view(N, *channels, *positions)
         return g * mask.view(N, *positions, *channels)
 
+    @property
+    def replays(self) -> bool:
+        """Whether it runs modules again, rather than having a formula."""
+        return type(self).per_example_grads is LayerRule.per_example_grads
+
     def replay(
         self,
         module: nn.Module,
@@ -152,6 +158,7 @@ class LayerRule:
         g: Tensor | Sequence[Tensor],
         in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
+        start: CallStart | None = None,
     ) -> dict[str, Tensor]:
         """Run the module again for each example: `per_example_grads` of layers without a formula.
 
@@ -160,6 +167,7 @@ class LayerRule:
             in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None
                 for one that all examples share. Default: `axes` says it.
             out_axes: The same for each floating-point tensor of the output.
+            start: What the module held when the call began, if it is to begin with the same.
         """
         g = [g] if isinstance(g, Tensor) else g
         if in_axes is None:
@@ -168,7 +176,9 @@ class LayerRule:
         if out_axes is None:
             out_axes = self.axes(module, 0, g, inputs=False)
         num_examples = g[0].shape[1]
-        call = self.call_type(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
+        call = self.call_type(
+            module, args, kwargs, num_examples, in_axes, out_axes, self.names, start
+        )
         return call.per_example_grads(g, self.max_bytes)
 
     def per_example_grads(
@@ -201,15 +211,16 @@ class LayerRule:
         return self.replay(module, args, kwargs, g)
 
     def example_grads(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any, *axes: Any
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any, *call: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
         """`per_example_grads` of a recorded call.
 
-        Its module may have the examples on other axes, which `replay` takes. A rule with a formula
-        of its own needs none: its tensors have the examples first, whatever the module.
+        Its module may have the examples on other axes, or begin with other buffers, which `replay`
+        takes. A rule with a formula of its own needs none: its tensors have the examples first,
+        whatever the module.
         """
-        if type(self).per_example_grads is LayerRule.per_example_grads:
-            return self.replay(module, args, kwargs, g, *axes)
+        if self.replays:
+            return self.replay(module, args, kwargs, g, *call)
         return self.per_example_grads(module, args, kwargs, g)
 
 

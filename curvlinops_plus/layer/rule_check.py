@@ -21,6 +21,7 @@ from curvlinops_plus.layer.kept import module_copy
 from curvlinops_plus.layer.registry import rule_of, why_generic
 from curvlinops_plus.layer.replay import (
     Call,
+    Unhooked,
     attributes_restored,
     check_repeatable,
     differentiable_parameters,
@@ -168,7 +169,7 @@ class _Check:
         self.read_inputs(args, kwargs, model_axis)
         copied_args, copied_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         with GradMode(False):
-            out = self.module(*copied_args, **copied_kwargs)
+            out = Unhooked(self.module)(*copied_args, **copied_kwargs)
         outputs = floating_tensors(out)
         out_axes: list[int] = []
         if outputs:

@@ -539,7 +539,7 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
     if kind not in _MAKERS:
         raise UnsupportedError(
             f"the loss {options['loss']} can't be rebuilt from saved options, as those of torch.nn "
-            "that have a likelihood can; pass it as loss_func=..."
+            "that have a likelihood can."
         )
     return kind(**{option: value for option, value in options.items() if option != "loss"})
 

@@ -134,7 +134,7 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return number(what, value)
-    shown = list(value.shape) if isinstance(value, Tensor) else repr(value)
+    shown = list(value.shape) if hasattr(value, "shape") else repr(value)
     raise TypeError(
         f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; "
         f"got {type(value).__name__} {shown}. Pairs of dampings, one for each factor, and "

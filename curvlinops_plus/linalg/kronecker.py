@@ -9,7 +9,7 @@ Every number is computed from the small factors, never from the big matrix.
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -19,10 +19,17 @@ from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.arithmetic import Foreign, Sum
 from curvlinops_plus.linalg.damping import Damping, Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.decisions import is_true
-from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityMultiple
+from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityMultiple, OneTensor
 from curvlinops_plus.linalg.inverses import CGInverseLinearOperator
 from curvlinops_plus.linalg.nearest import nearest_kronecker
-from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import (
+    add_to_diagonal,
+    frobenius,
+    powers,
+    psd_clip,
+    slogdet_of,
+    wide,
+)
 from curvlinops_plus.linalg.operator import Flat, LinearOperator
 from curvlinops_plus.linalg.space import Structure
 from curvlinops_plus.options import flag
@@ -116,11 +123,15 @@ class Kronecker(Flat):
         return Kronecker(self.G._scale(c), self.A)
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
-        if isinstance(other, Kronecker) and self.A is other.A:
+        if not isinstance(other, Kronecker) or (self.A is not other.A and self.G is not other.G):
+            return _kronecker_sum(self, other)
+        if self.A is other.A:
             # G ⊗ A + H ⊗ A = (G + H) ⊗ A
             G = self.G + other.G
             return Kronecker(G, self.A) if isinstance(G, Factor) else None
-        return _kronecker_sum(self, other)
+        # G ⊗ A + G ⊗ B = G ⊗ (A + B)
+        A = self.A + other.A
+        return Kronecker(self.G, A) if isinstance(A, Factor) else None
 
     def entrywise_square(self) -> Kronecker:
         """The matrix of the squared entries."""
@@ -298,8 +309,11 @@ class Eigendecomposed(Flat):
 class KroneckerSum(Sum):
     """A sum of positive semi-definite Kronecker products of one shape; what adding them returns.
 
-    It has products, trace and diagonal, and an inverse with damping that is solved for by conjugate
-    gradients with the inverse of the nearest Kronecker product as preconditioner.
+    It has products, trace, diagonal and Frobenius norm, and an inverse with damping that is solved
+    for by conjugate gradients with the inverse of the nearest Kronecker product as preconditioner.
+    A sum of two products (those with one factor in common count as one) has a determinant: both are
+    diagonal in one basis, which need not be orthogonal. A shifted one has it where a factor is a
+    multiple of the identity, as `G ⊗ A + c I ⊗ B + δ I = G ⊗ A + I ⊗ (c B + δ I)`.
 
     Example:
         >>> K = Kronecker(torch.eye(2), torch.eye(3)) + Kronecker(
@@ -307,7 +321,54 @@ class KroneckerSum(Sum):
         ... )
         >>> K.structure.name, K.inverse(2.0) @ torch.ones(6)
         ('PSD', tensor([0.2500, 0.2500, 0.2500, 0.1667, 0.1667, 0.1667]))
+        >>> K.det, K.frobenius_norm
+        (tensor(512.), tensor(7.7460))
     """
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        # ‖Σ_k G_k ⊗ A_k‖² = Σ_{k,l} ⟨G_k, G_l⟩ ⟨A_k, A_l⟩, where no term is negative.
+        terms = _terms(self)
+        square: Any = 0.0
+        for K in terms:
+            for L in terms:
+                square = square + (_inner(K.G, L.G) * _inner(K.A, L.A)).expand(K.batch).sum()
+        return square.sqrt().to(self.dtype)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        terms = _joined_terms(_terms(self))
+        if len(terms) == 1:
+            return terms[0]._slogdet()
+        if len(terms) > 2:
+            return super()._slogdet()
+        K, L = terms
+        pencil_G = _Pencil(K.G, L.G)
+        pencil_A = _Pencil(K.A, L.A)
+        first = (pencil_G.scales[0] * pencil_A.scales[0])[..., None, None]
+        second = (pencil_G.scales[1] * pencil_A.scales[1])[..., None, None]
+        a = pencil_G.values[..., :, None]
+        b = pencil_A.values[..., None, :]
+        # X ⊗ Y of the two bases makes of the sum the numbers s a b + t (1 - a) (1 - b).
+        numbers = first * a * b + second * psd_clip(1 - a, 0.0) * psd_clip(1 - b, 0.0)
+        logarithm = numbers.log().sum((-2, -1))
+        logarithm = logarithm + K.A.size * pencil_G.logdet + K.G.size * pencil_A.logdet
+        total = logarithm.expand(K.batch).sum().to(self.dtype)
+        return torch.where(total == -inf, 0.0, torch.ones_like(total)), total
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        terms = _joined_terms(_terms(self))
+        for k, K in enumerate(terms if delta >= 0 else ()):
+            G = K.G
+            A = K.A
+            # c I ⊗ A + δ I = I ⊗ (c A + δ I), and the same on the other side.
+            if isinstance(G, IdentityMultiple):
+                shifted = Kronecker(G._times(1.0), _with_shift(A._scale(G.c), delta))
+            elif isinstance(A, IdentityMultiple):
+                shifted = Kronecker(_with_shift(G._scale(A.c), delta), A._times(1.0))
+            else:
+                continue
+            return sum([*terms[:k], *terms[k + 1 :]], shifted)
+        return super()._shift(delta)
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         return _kronecker_sum(self, other)
@@ -342,6 +403,84 @@ class KroneckerSum(Sum):
         tolerance = 1e-12 if self.dtype == torch.float64 else 1e-6
         inverse = CGInverseLinearOperator(damped, tolerance=tolerance, preconditioner=nearest)
         return Foreign(inverse, self, inverse.structure)
+
+
+class _Pencil:
+    """Two factors as diagonal matrices in one basis, `Xᵀ F_k X / s_k`: `values` and 1 minus them.
+
+    The basis is that in which the sum `S` of both, each over its trace, is the identity; it exists
+    if `S` has no null space. A common one is that of the sum of products, too.
+
+    Attributes:
+        scales: `s_k`, the traces [*b].
+        values: Of the first factor [*b, n], between 0 and 1.
+        logdet: `log det S` [*b], -inf if it is singular.
+    """
+
+    def __init__(self, first: Factor, second: Factor) -> None:
+        eps = first.size * torch.finfo(first.dtype).eps
+        precise = [F.matrices().to(wide(F.diagonals())) for F in (first, second)]
+        traces = [M.diagonal(dim1=-2, dim2=-1).sum(-1) for M in precise]
+        self.scales = traces
+        units = [
+            M / torch.where(t > 0, t, torch.ones_like(t))[..., None, None]
+            for M, t in zip(precise, traces)
+        ]
+        S = units[0] + units[1]
+        n = S.shape[-1]
+        is_singular = (psd_clip(torch.linalg.eigvalsh(S.detach()), eps) == 0).any(-1)
+        one = torch.eye(n, dtype=S.dtype, device=S.device)
+        # S = C Cᵀ, and C⁻¹ F C⁻ᵀ has the eigenvalues.
+        C = torch.linalg.cholesky(torch.where(is_singular[..., None, None], one, S))
+        W = torch.linalg.solve_triangular(C, units[0], upper=False)
+        W = torch.linalg.solve_triangular(C, W.mT, upper=False)
+        values = psd_clip(torch.linalg.eigvalsh((W + W.mT) / 2), eps).clamp(max=1)
+        self.values = torch.where(1 - values > eps, values, torch.ones_like(values))
+        logdet = 2 * C.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        self.logdet = torch.where(is_singular, -inf, logdet)
+
+
+def _inner(F: Factor, H: Factor) -> Tensor:  # [*b]
+    """`⟨F, H⟩`, the sum of products of entries."""
+    dtype = wide(F.diagonals())
+    if isinstance(F, Dense) and isinstance(H, Dense):
+        return (F.matrices().to(dtype) * H.matrices().to(dtype)).sum((-2, -1))
+    return (F.diagonals().to(dtype) * H.diagonals().to(dtype)).sum(-1)
+
+
+def _with_shift(F: Factor, delta: Scalar) -> Factor:
+    """`F + δ I`."""
+    if isinstance(F, IdentityMultiple):
+        return F._times(F.c + delta)
+    if isinstance(F, Diagonal):
+        return Diagonal(F.vector + delta)
+    return Dense(add_to_diagonal(F.matrices(), delta), F.structure)
+
+
+def _is_copy(F: Factor, H: Factor) -> bool:
+    """Whether two factors are one, or copies of it."""
+    if F is H or type(F) is not type(H) or not isinstance(F, OneTensor):
+        return F is H
+    assert isinstance(H, OneTensor)
+    return torch.equal(F.tensor, H.tensor)
+
+
+def _joined_terms(terms: list[Kronecker]) -> list[Kronecker]:
+    """The same sum, with terms that have a factor in common as one."""
+    joined: list[Kronecker] = []
+    for term in terms:
+        for k, other in enumerate(joined):
+            total = None
+            if _is_copy(term.A, other.A):
+                total = other._plus(Kronecker(term.G, other.A))
+            elif _is_copy(term.G, other.G):
+                total = other._plus(Kronecker(other.G, term.A))
+            if isinstance(total, Kronecker):
+                joined[k] = total
+                break
+        else:
+            joined.append(term)
+    return joined
 
 
 def _kronecker_sum(A: LinearOperator, B: LinearOperator) -> KroneckerSum | None:

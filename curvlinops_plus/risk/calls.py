@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.risk.packed import PackedRows
 from curvlinops_plus.risk.routes import RoutedRows
 
@@ -43,6 +44,8 @@ class RecordedCall:
             [V, M, *out] then; None where each example has as many, one after the other.
         matrices: Of a stack of matrices: the number of the one that all rows meet, or that of each
             row [M].
+        start: What its module held when it began; None where that does not matter.
+        restarts: Whether the module, run again, begins with that, rather than what it holds now.
     """
 
     use: ModuleUse
@@ -59,6 +62,8 @@ class RecordedCall:
     grads: Any = None
     routed: RoutedRows | None = None
     matrices: int | Tensor | None = None
+    start: CallStart | None = None
+    restarts: bool = False
 
     def note_versions(self, tensors: Sequence[Tensor]) -> None:
         """Remember the inputs as they are now."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +27,7 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.backward_pass import in_range
 from curvlinops_plus.risk.batches import Batch, gradients_of, on_device, take_examples
-from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.calls import OutsideReads, RecordedCall
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.preserve import (
@@ -58,6 +59,11 @@ _CAUSES = (
     "output carry the examples (say example_axis=), does the module compute something else when it "
     "is run again, does a hook change what it returns, or is something differentiated in the "
     "forward pass?"
+)
+
+_AS_THEY_COME = (
+    "The operator's check_deterministic=False takes them as they come; EmpiricalRisk(..., "
+    "check=False) turns off all checks."
 )
 
 
@@ -339,43 +345,56 @@ class _BatchCheck:
         if not live:
             return False
         generator = torch.Generator().manual_seed(2)
-        vectors = []
+        vectors: list[Tensor] = []
         for f in live:
             dtype = torch.promote_types(f.dtype, torch.float32)
             normal = torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu")
             vectors.append(on_device(normal, f.device))
         self.factors = on_device(_factors(small.last.num_examples), self.risk.device)
-        ours: dict[str, Tensor] = {}
-        back = small.backward_pass(partial(self._add_by_rule, ours))
-        back.send(live, [vectors], keep_graph=True)
+        ours = self._by_rule(small, live, vectors)
         # By plain autograd, what is sent back from each example is multiplied by its factor.
         theirs: dict[str, Tensor] = {}
         sent, power = in_range([self._scaled(v) for v in vectors], live, small.last.dtypes)
-        gradients = gradients_of(live, list(params.values()), sent, False)
+        untried = {
+            call.use.name
+            for call in small.last.calls
+            if call.start is not None and not call.restarts
+        }
+        gradients = gradients_of(live, list(params.values()), sent, bool(untried))
         for (key, p), g in zip(params.items(), gradients):
             if g is None:
                 g = torch.zeros_like(p)
             if g.is_sparse:
                 g = g.to_dense()
             theirs[key] = g if power == 1 else g.float() / power
-        return self._agree(small, ours, theirs, vectors)
+        try:
+            return self._agree(small, ours, theirs, vectors)
+        except OutsideReads:
+            if not untried:
+                raise
+            # Perhaps a module computes something else in each call.
+            self.risk.checked.changing |= untried
+            try:
+                return self._agree(small, self._by_rule(small, live, vectors), theirs, vectors)
+            except OutsideReads:
+                self.risk.checked.changing -= untried
+                raise
+
+    def _by_rule(
+        self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """`Σ_n r_n J_nᵀ v_n` by the layers' rules, by key."""
+        sums: dict[str, Tensor] = {}
+        back = small.backward_pass(partial(self._add_by_rule, sums))
+        back.send(live, [vectors], keep_graph=True)
+        return sums
 
     def _add_by_rule(self, sums: dict[str, Tensor], batch: LayerBatch) -> None:
         """Add the gradients of a layer by its rule: rows of each example times its factor."""
         layer = batch.layer
         try:
-            for call in batch.calls:
-                # [1, few · positions, ...] each
-                if call.routed is None:
-                    call.gradients = [self._scaled(g, 1) for g in call.gradients]
-                    continue
-                factors = self.factors[call.routed.examples]
-                call.gradients = [
-                    g * factors.to(g.dtype).view(-1, *[1] * (g.ndim - 2)) for g in call.gradients
-                ]
-                call.routed = call.routed.of_one_example()
             # The examples are taken for positions of one: their sum is one product.
-            example = batch_of(layer, batch.calls, 1)
+            example = batch_of(layer, [*map(self._of_one_example, batch.calls)], 1)
             if example.whole:
                 # As blocks read it; a bias by itself is the last column.
                 columns = [group.layout.matrix_shape[-1] for group in layer.groups]
@@ -394,6 +413,21 @@ class _BatchCheck:
                 "model.",
                 layer.params,
             ) from error
+
+    def _of_one_example(self, call: RecordedCall) -> RecordedCall:
+        """The call with gradients times the factors of their examples: [1, few · positions, ...]
+        each.
+        """
+        call = copy(call)
+        if call.routed is None:
+            call.gradients = [self._scaled(g, 1) for g in call.gradients]
+            return call
+        factors = self.factors[call.routed.examples]
+        call.gradients = [
+            g * factors.to(g.dtype).view(-1, *[1] * (g.ndim - 2)) for g in call.gradients
+        ]
+        call.routed = call.routed.of_one_example()
+        return call
 
     def _agree(
         self,
@@ -453,7 +487,6 @@ class _BatchCheck:
         causes = "The layer was not called, so something else reads the parameters."
         if small.layers.index(layer) in small.last.by_layer:
             causes = _CAUSES
-        owner = "EmpiricalRisk" if self.recorder.repeatable else "KFACOptimizer"
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
         return OutsideReads(
@@ -461,8 +494,8 @@ class _BatchCheck:
             f"{small.last.num_examples} of {self.batch.num_examples} examples have norm "
             f"{norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and differ by "
             f"{wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or restructure "
-            f"that part of the model. {owner}(..., check=False) continues without this check; "
-            "results may be wrong.",
+            "that part of the model. EmpiricalRisk(..., check=False), or check=False of an "
+            "optimizer, continues without this check; results may be wrong.",
             [key for norms in wrong for key in norms.layer.params],
         )
 
@@ -553,8 +586,7 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
         names = training_modules(risk.model) or "code of its own"
         raise RuntimeError(
             f"The model draws random numbers in training mode, in {names}, so that evaluations may "
-            "differ, if rarely: call model.eval(). check_deterministic=False takes them as they "
-            "come."
+            f"differ, if rarely: call model.eval(). {_AS_THEY_COME}"
         )
 
 
@@ -565,5 +597,5 @@ def _random(risk: EmpiricalRisk, difference: float) -> RuntimeError:
     return RuntimeError(
         f"Two evaluations of the model on the same examples differ, by {difference:.1e} of the "
         f"output's norm. {cause or 'Does it draw random numbers, or count its calls?'} "
-        "check_deterministic=False takes them as they come."
+        f"{_AS_THEY_COME}"
     )

@@ -594,8 +594,9 @@ class LayerBatch:
                 return rule.split(module, outer_products(g, self._inputs[k]), g)
             gradients = [self._masked(call, g) for g in call.gradients]
             grads = gradients if isinstance(call.grads, list) else gradients[0]
+            start = call.start if call.restarts else None
             return rule.example_grads(
-                module, call.args, call.kwargs, grads, call.in_axes, call.out_axes
+                module, call.args, call.kwargs, grads, call.in_axes, call.out_axes, start
             )
         except RerunError as error:
             raise OutsideReads(f"{name}: {error}", call.use.keys.values()) from error

@@ -96,8 +96,8 @@ def require_same(risk: EmpiricalRisk, before: Totals, after: Totals) -> None:
         cause = f"These modules are in training mode: {random}; call model.eval()."
     raise RuntimeError(
         f"Two passes over the data disagree: total loss {losses[0]:.8g} over {before.examples} "
-        f"examples and {losses[1]:.8g} over {after.examples}. {cause} check_deterministic=False "
-        "turns this check off."
+        f"examples and {losses[1]:.8g} over {after.examples}. {cause} The operator's "
+        "check_deterministic=False turns this check off."
     )
 
 

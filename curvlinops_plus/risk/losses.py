@@ -133,12 +133,12 @@ class Losses(list["OutputLoss"]):
 
     # -------------------------------------------------------------------------- outputs and targets
     def select(
-        self, out: Any, selector: Callable[[Any], Any] | None
+        self, out: Any, selector: Callable[[Any], Any] | None, num_examples: int | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         """The outputs that the losses read, and their class axes where they are not the losses'
         own.
 
-        Classes of Hugging Face's logits are on the last axis.
+        Classes of Hugging Face's logits are on the last axis. Outputs for no examples may be empty.
 
         Raises:
             ValueError: If outputs and losses don't match, an output is no tensor and nothing says
@@ -153,7 +153,8 @@ class Losses(list["OutputLoss"]):
             out = logits
         outputs = self.matched(out, "output", subject)
         for f in outputs:
-            if not isinstance(f, Tensor) or f.is_complex() or not f.numel():
+            has_numbers = isinstance(f, Tensor) and (f.numel() or num_examples == 0)
+            if not has_numbers or f.is_complex():
                 raise _no_output(f, subject)
         class_axes = [-1 if f is logits and f.ndim > 2 else None for f in outputs]
         return tuple(outputs), tuple(class_axes)
@@ -339,7 +340,7 @@ class OutputLoss:
                 f"The loss{where} is {came}; expected one as nn.MSELoss() or "
                 "nn.CrossEntropyLoss(), or a function of output and target that returns a 0-d "
                 "tensor. For several outputs give a dict or a tuple, with a loss or a pair (loss, "
-                "weight) for each."
+                "weight) for each. Arguments are model, loss, and then parameters or data."
             )
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)
         if not is_number or not 0 < float(weight) < math.inf:

@@ -321,10 +321,14 @@ def named_params(
         labels[name] = label
         own_params[name if key is None else key] = owned[name]
     if not own_params:
+        trained = sum(p.requires_grad for p in owned.values())
+        once = ""
+        if isinstance(params, Iterator):
+            once = " It can be read only once, and was: pass list(model.parameters())."
         raise ValueError(
-            f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has "
-            f"{len(owned)} parameters; by default those that require a gradient are taken. The "
-            "arguments are model, loss and data, in this order."
+            f"`params` is empty, so there is no matrix.{once} The model, a {type(model).__name__}, "
+            f"has {len(owned)} parameters, of which {trained} require a gradient and are taken by "
+            "default. The arguments are model, loss and data, in this order."
         )
     return own_params
 
@@ -434,7 +438,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: If it has parameters without shapes.
-        UnsupportedError: If it is inside of `FullyShardedDataParallel`.
+        UnsupportedError: If it is inside of `FullyShardedDataParallel`, or was made in inference
+            mode.
     """
     modules = dict(inner_model(model).named_modules())
     for name, module in modules.items():
@@ -450,6 +455,11 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
                 raise ValueError(
                     f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model "
                     "once on a batch, model(X), which gives it its shapes."
+                )
+            if isinstance(t, nn.Parameter) and t.is_inference():
+                raise UnsupportedError(
+                    f"{where} was made under torch.inference_mode(), so that its parameters have "
+                    "no derivatives. Make it outside, or load its state_dict() into one that was."
                 )
     return modules
 

@@ -23,6 +23,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
 from curvlinops_plus.layer.experts import rows_up_to
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
+from curvlinops_plus.layer.kept import CallStart, may_change
 from curvlinops_plus.layer.recurrent_functions import RecurrentRead, recurrent_read
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.backward_pass import (
@@ -86,11 +87,17 @@ def sweep(
 
 
 class ModuleHooks(NamedTuple):
-    """Hooks of a module: before it runs, if it reads what functions read elsewhere, and after."""
+    """Hooks of a module: before it runs, if it reads what functions read elsewhere or may change,
+    and after.
+
+    Attributes:
+        first: Whether the one before comes before others, which are part of what runs again.
+    """
 
     module: nn.Module
     before: Uncopied | None
     after: Uncopied
+    first: bool
 
 
 class Depth:
@@ -131,6 +138,9 @@ class Recorder:
         doubt: Why a pass of others was not recorded to its end.
         gathers: Whether it follows rows that are gathered.
         is_open: Whether the context is entered, also where there are no modules to hook.
+        restarting: Layers whose modules, run again, begin with what they held before a call. In
+            their first one they may have made something of the batch for good; then they don't,
+            unless the self-check has found that they change in each call.
         scales_gradients: Whether modules scale gradients by how often rows occur.
     """
 
@@ -156,6 +166,7 @@ class Recorder:
         self.example_axis = risk.options.example_axis or {}
         self.disabled = Depth()
         self.is_open = False
+        self.restarting: Collection[Layer] = ()
         self._handles: list[Any] = []
         self._thread = this_thread()
         self.gathers = follows_rows(risk)
@@ -192,6 +203,8 @@ class Recorder:
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
+        #: What modules held when their calls of now began.
+        self._starts: dict[ModuleUse, CallStart] = {}
         self._broadcast = BroadcastUses(
             risk.model,
             broadcast,
@@ -218,7 +231,16 @@ class Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
         parameters.
         """
-        return Recorder(self.risk, self.layers, self.vectors, params=params, ignored=self.ignored)
+        other = Recorder(
+            self.risk,
+            self.layers,
+            self.vectors,
+            repeatable=self.repeatable,
+            params=params,
+            ignored=self.ignored,
+        )
+        other.restarting = self.restarting
+        return other
 
     # ------------------------------------------------------------------------------------ one batch
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
@@ -297,6 +319,9 @@ class Recorder:
             consume: As for `BackwardPass`.
             batch: That the pass was made on, for its mask and weights; None if none count.
         """
+        changing = self.risk.checked.changing
+        for call in self.last.calls:
+            call.restarts = call.use.name in changing or self.layers[call.layer] in self.restarting
         watched = partial(entered, self._mode) if self._sees_functions else nullcontext
         weight = None if batch is None else batch.weight
         mask = None
@@ -329,9 +354,9 @@ class Recorder:
         """Put the hooks on the modules."""
         self.is_open = True
         add = self._handles.append
-        for module, before, after in self._hooks:
+        for module, before, after, first in self._hooks:
             if before is not None:
-                add(module.register_forward_pre_hook(before))
+                add(module.register_forward_pre_hook(before, prepend=first))
             add(module.register_forward_hook(after, prepend=True, with_kwargs=True))
 
     def _hooks_of(self, read: LayerRead) -> ModuleHooks:
@@ -340,9 +365,16 @@ class Recorder:
         places = use.places(use.module)
         holders = [(module, name, self._params[key]) for module, name, key in places]
         answers_for = self._function_keys & {*use.keys.values()}
-        before = Uncopied(self._enter, holders, answers_for) if answers_for else None
+        changing = None
+        # Of a model in evaluation mode two evaluations agree.
+        may_matter = use.module.training or not self.repeatable
+        if may_matter and read.rule.replays and may_change(use.module):
+            changing = use
+        before = None
+        if answers_for or changing is not None:
+            before = Uncopied(self._enter, changing, holders, answers_for)
         after = Uncopied(self._module_call, read, holders, bool(answers_for))
-        return ModuleHooks(use.module, before, after)
+        return ModuleHooks(use.module, before, after, changing is not None)
 
     def remove(self) -> None:
         """Take the hooks away, and forget the batch."""
@@ -391,6 +423,7 @@ class Recorder:
         self._mode_of_call.close()
         self.last.is_over = True
         self._inside.clear()
+        self._starts.clear()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -425,11 +458,22 @@ class Recorder:
         return own or torch._C._current_graph_task_id() != -1
 
     def _enter(
-        self, holders: Sequence[Any], answers_for: set[str], module: nn.Module, args: Any
+        self,
+        changing: ModuleUse | None,
+        holders: Sequence[Any],
+        answers_for: set[str],
+        module: nn.Module,
+        args: Any,
     ) -> None:
-        """A module begins to run that reads parameters which functions read outside of it."""
-        if not self.disabled.depth and self._listens():
+        """A module begins to run that reads parameters which functions read outside of it, or that
+        may change in its call.
+        """
+        if self.disabled.depth or not self._listens():
+            return
+        if answers_for:
             self._inside.append(answers_for if _holds(holders) else set())
+        if changing is not None and not self.last.is_over:
+            self._starts[changing] = CallStart(module)
 
     def _module_call(
         self,
@@ -448,12 +492,13 @@ class Recorder:
             return None
         if answers and self._inside:
             self._inside.pop()
+        start = self._starts.pop(read.use, None)
         # With other tensors in place, by functional_call, it is no call of the layer.
         if self.doubt is not None or not _holds(holders):
             return None
         try:
             axis = self.example_axis.get(read.use.name, 0)
-            return self.last.note([read], (args, kwargs), output, axis)
+            return self.last.note([read], (args, kwargs), output, axis, start=start)
         except Exception as error:
             self._failed(read.use, error)
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.packed import PackedOrders, PackedRows
@@ -110,6 +111,7 @@ class RecordedPass:
         axis: int,
         fold: int | None = None,
         packed: PackedRows | None = None,
+        start: CallStart | None = None,
     ) -> Any:
         """Record a call for one layer, or for several that read different parameters in it.
 
@@ -118,6 +120,7 @@ class RecordedPass:
             axis: The axis of inputs and outputs that carries the examples.
             fold: Number of examples if the axis carries positions and, inside them, examples.
             packed: Of packed sequences: the rows of the first output; the inputs are padded.
+            start: What the module held before.
 
         Returns:
             What the model goes on with instead of the output; None for the output itself.
@@ -169,6 +172,7 @@ class RecordedPass:
                 else:
                     call = self._routed_call(read, inputs, outputs, routed)
                 call.single = structure is None
+                call.start = start
                 self.calls.append(call)
         if not (self.backward or expanded):
             return None

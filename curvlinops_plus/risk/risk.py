@@ -29,6 +29,7 @@ from curvlinops_plus.risk.batches import (
     prepare_graph,
     read_example_of_rows,
     refuse_outside_reads,
+    tensors_of,
 )
 from curvlinops_plus.risk.found_reads import FoundReads
 from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
@@ -337,12 +338,7 @@ class EmpiricalRisk(ModelParameters):
                 yield batch if batch.first == before else replace(batch, first=before)
                 before += batch.num_examples
         if not before and self.processes.world == 1:
-            advice = ""
-            if isinstance(self.data, Iterator):
-                advice = (
-                    " It is an iterator, which can be read only once: pass a list or a DataLoader."
-                )
-            raise ValueError(f"`data` has no examples.{advice}")
+            raise _no_examples(self.data)
 
     def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
         """One item of the data as a batch, with `first` examples before it; one tells whether
@@ -407,9 +403,12 @@ class EmpiricalRisk(ModelParameters):
         with self.placed() if model is None and self._elsewhere else nullcontext():
             try:
                 out = call(**X) if batch.unpack else call(X)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
-                    raise
+                    advice = _why_it_failed(error, batch, self.params.values())
+                    if not advice:
+                        raise
+                    raise type(error)(f"{error}. {advice}") from error
                 with GradMode(True):  # it differentiates by itself, as forces from an energy
                     return self.run(batch, model)
         outputs, targets, class_axes = self.read_output(out, batch)
@@ -569,6 +568,8 @@ class Checked:
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         errors: Layer name to the relative difference that was last seen.
         compared: Names of the layers of which a gradient was compared that was more than rounding.
+        changing: Names of modules that were seen to compute something else in each call, as by a
+            counter.
     """
 
     in_modules: bool = False
@@ -581,6 +582,45 @@ class Checked:
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
+
+
+def _no_examples(data: Any) -> ValueError:
+    """The error about data without any example."""
+    advice = "Is the dataset empty, or shorter than a batch, with drop_last=True?"
+    if isinstance(data, Iterator):
+        advice = "It is an iterator, which can be read only once: pass a list or a DataLoader."
+    elif isinstance(data, (list, tuple)):
+        advice = (
+            "Give some where the risk is made, EmpiricalRisk(model, loss, data), or where a state "
+            "is loaded, BlockwiseLinearOperator.from_state_dict(state, model, data)."
+        )
+    return ValueError(f"`data` has no examples. {advice}")
+
+
+def _why_it_failed(error: Exception, batch: Batch, params: Iterable[Tensor]) -> str:
+    """What to do about a model that raised one of Python's errors on a batch, "" if nobody
+    knows.
+    """
+    if type(error) is TypeError:
+        if not batch.unpack or "unexpected keyword" not in str(error):
+            return ""
+        key = next(iter(batch.X), "x")
+        return (
+            "A batch that is a mapping with 'labels' is given to the model as keywords. If it "
+            f"takes one input, make pairs, (batch[{key!r}], batch['labels'])."
+        )
+    given = {t.dtype for t in tensors_of(batch.X) if t.is_floating_point()}
+    expected = {p.dtype for p in params}
+    is_about_types = type(error) is RuntimeError and "type" in str(error)
+    if not is_about_types or given & expected or len(given) != 1 or len(expected) != 1:
+        return ""
+    (came,) = given
+    (dtype,) = expected
+    return (
+        f"The input of the batch is {came}, the parameters are {dtype}: convert one of them, "
+        f"X.to({dtype}) or model.to({came})."
+    )
 
 
 def _no_batch(item: Any, index: int) -> ValueError:

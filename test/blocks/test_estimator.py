@@ -549,3 +549,16 @@ def test_sums_in_which_nothing_counts(listens: bool) -> None:
         add(late, targets)
         add(plain, targets)
         torch.testing.assert_close(late.operator.to_dense(), plain.operator.to_dense())
+
+
+@pytest.mark.parametrize("of", [lambda estimator: estimator, type], ids=["object", "class"])
+def test_dir_shows_what_users_call(of: Callable[[CurvatureEstimator], Any]) -> None:
+    """And what the package calls begins with an underscore."""
+    estimator = CurvatureEstimator(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ()))
+    shown = {name for name in dir(of(estimator)) if not name.startswith("_")}
+    methods = {"inverse", "listen", "load_state_dict", "merge", "refresh", "reset", "state_dict"}
+    told = {"draws_by_batch", "operator", "refreshed", "uncalled", "withdrawn"}
+    of_class = {"update", *methods, *told}
+    options = {"damping", "decay", "leave_out_uncalled", "plan", "risk", "vectors"}
+    counts = {"examples", "updates", "weight"}
+    assert shown == (of_class if of is type else of_class | options | counts)

@@ -206,6 +206,22 @@ def test_html_is_escaped_and_rows_make_frames() -> None:
     assert all(type(number) in (int, float, str) for row in rows for number in row.values())
 
 
+def test_pandas_makes_a_frame_of_it() -> None:
+    """A row for each block, a column for each key, numbers as numbers."""
+    pandas = pytest.importorskip("pandas")
+    K = curvature(risk_of(convolution(), 4, 3, 3), EKFAC)
+    rows = K.summary(damping=0.1)
+    frame = pandas.DataFrame(rows)
+    assert [*frame.columns] == [*rows[0]]
+    assert [*frame["block"]] == [*K.blocks]
+    assert frame["trace"].dtype == float
+    assert frame["count"].dtype == int
+    assert frame["count"].sum() == K.shape[0]
+    assert frame["trace"].sum() == pytest.approx(float(K.trace))
+    assert frame.set_index("block")["largest"].idxmax() in K.blocks
+    assert frame.to_dict("records") == [*rows]
+
+
 def test_nothing_is_decomposed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     K = curvature(risk_of(nn.Linear(3, 2).double(), 3), KFAC)
     before = K.summary()

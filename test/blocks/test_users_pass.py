@@ -79,7 +79,7 @@ def by_listen(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tens
 
 def by_parts(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tensor:
     """As the hooks of an optimizer do."""
-    heard = running.users_pass(running.risk.read_input(given[0], False))
+    heard = running._users_pass(running.risk.read_input(given[0], False))
     heard.begin()
     out = running.risk.model(given[0])
     heard.end(out)
@@ -144,7 +144,7 @@ def test_what_is_dropped_leaves_no_hooks() -> None:
     model = Table(TABLES["norm"]).double()
     running = estimator(model)
     by_listen(running, batch(0))
-    heard = running.users_pass(running.risk.read_input(batch(0)[0], False))
+    heard = running._users_pass(running.risk.read_input(batch(0)[0], False))
     heard.begin()
     assert model.head._forward_hooks
     del heard
@@ -205,7 +205,7 @@ def test_calls_that_wait_for_their_targets_are_kept_apart(
     waiting.update(batches[0])
     passes = []
     for X, _ in batches[1:]:
-        users_pass = waiting.users_pass(waiting.risk.read_input(X, False))
+        users_pass = waiting._users_pass(waiting.risk.read_input(X, False))
         users_pass.begin()
         users_pass.end(model(X))
         passes.append(users_pass)

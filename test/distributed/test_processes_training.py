@@ -19,6 +19,7 @@ from curvlinops_plus import (
     CurvatureEstimator,
     Empirical,
     EmpiricalRisk,
+    Exact,
     KFACOptimizer,
     LevenbergMarquardt,
     NumericsError,
@@ -27,6 +28,7 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks import users_pass
 from test.cases import APPROXIMATIONS, VECTORS, problem
 from test.distributed.together import close, everywhere, flat, shifted, small
+from test.helpers import seeded
 
 
 def same(one: CurvatureEstimator, several: CurvatureEstimator, when: str = "") -> None:
@@ -378,3 +380,35 @@ def test_a_batch_of_one_process_is_not_finite(
     found = everywhere(processes, flat(model).tolist())
     assert all(each == found[0] for each in found)
     assert bool(flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_a_process_without_examples_takes_part(processes: Processes, approximation: str) -> None:
+    """Its share of a step is empty, also of the first one; and all are, in the third."""
+    X = torch.randn(8, 4, generator=seeded(0)).double()
+    y = torch.randint(3, (8,), generator=seeded(1))
+    last = processes.world - 1
+    cuts = [(0, 6), (6, 8), (8, 8), (2, 8)]
+    one, several = small(), small()
+    options = {"approximation": APPROXIMATIONS[approximation], "vectors": Exact()}
+    alone = KFACOptimizer(one, nn.CrossEntropyLoss(), **options)
+    together = KFACOptimizer(several, nn.CrossEntropyLoss(), processes=processes, **options)
+    for k, (start, stop) in enumerate(cuts):
+        idle = last if k % 2 == 0 else 0  # another one has none
+        working = [rank for rank in range(processes.world) if rank != idle]
+        size = -(-(stop - start) // max(1, len(working)))
+        first = start + size * working.index(processes.rank) if processes.rank != idle else stop
+        mine = slice(min(first, stop), min(first + size, stop))
+        for model, optimizer, part in ((one, alone, slice(start, stop)), (several, together, mine)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X[part]), y[part])  # the statistics
+            with optimizer.paused():
+                value = nn.functional.cross_entropy(model(X[part]), y[part], reduction="sum")
+            (value / max(1, stop - start)).backward()
+        for p in several.parameters():
+            assert p.grad is not None
+            p.grad = sum(everywhere(processes, p.grad), torch.zeros_like(p.grad))
+        alone.step()
+        together.step()
+        close(flat(several), flat(one), f"step {k}")
+    assert together.curvature.state_dict()["examples"] == 14

@@ -51,9 +51,7 @@ def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> No
             likelihood_of(loss)
     register_likelihood(Doubled)(Huber)
     assert type(likelihood_of(Doubled())) is Huber
-    with pytest.raises(
-        UnsupportedError, match=r"Doubled can't be rebuilt from saved options.*loss_func=..."
-    ):
+    with pytest.raises(UnsupportedError, match=r"Doubled can't be rebuilt from saved options"):
         rebuild_loss(likelihood_of(Doubled()).options())
 
 

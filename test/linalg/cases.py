@@ -181,8 +181,6 @@ NO_SPECTRUM = tuple(form for form in FORMS if form not in ("trace", "diagonal"))
 #: Of an inverse that is solved for.
 SOLVED = (
     "logdet_of_inverse",
-    "logdet",
-    "frobenius_norm",
     "sample",
     "logdet_of_damped_inverse",
     "gradient_of_damped_inverse",
@@ -323,6 +321,24 @@ CASES = [
         ("eigenvalues", "power", *SOLVED),
     ),
     Case(
+        "sum of three products",
+        from_case(
+            "kronecker",
+            lambda A: A + another(A) + kronecker((psd(3, 3, seed=5), psd(4, 4, seed=6)), A.dtype),
+            lambda M: M + another_dense() + torch.kron(psd(3, 3, seed=5), psd(4, 4, seed=6)),
+        ),
+        ("eigenvalues", "power", "logdet", *SOLVED),
+    ),
+    Case(
+        "sum of products, shifted",
+        from_case(
+            "kronecker",
+            lambda A: (A + with_identity(A)).shift(0.3),
+            lambda M: M + torch.kron(torch.eye(3), 2 * psd(4, 4, seed=8)) + 0.3 * eye_like(M),
+        ),
+        ("eigenvalues", "power", *SOLVED),
+    ),
+    Case(
         "sum of products, batched",
         of(
             lambda G, A, H, B: Kronecker(G, Diagonal(A)) + Kronecker(H, Diagonal(B)),
@@ -407,6 +423,11 @@ CASES = [
 
 def another(A: LinearOperator) -> Kronecker:
     return kronecker((psd(3, 3, seed=7), psd(4, 4, seed=8)), A.dtype)
+
+
+def with_identity(A: LinearOperator) -> Kronecker:
+    identity = IdentityLinearOperator([(3,)], dtype=A.dtype)
+    return Kronecker(2 * identity, Dense(psd(4, 4, seed=8).to(A.dtype), PSD))
 
 
 def another_dense() -> Tensor:

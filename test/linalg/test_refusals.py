@@ -77,7 +77,7 @@ REFUSED: list[Refusal] = [
     (lambda: torch.ones(3) * EYE3,
      TypeError, r"the factor of a Dense to be one number.*got Tensor \[3\]"),
     (lambda: EYE3 * EYE3,
-     TypeError, r"got Dense Dense\(3 x 3.*; the product of two matrices is A @ B"),
+     TypeError, r"got Dense \[3, 3\].*; the product of two matrices is A @ B"),
     (lambda: EYE3 / "2", TypeError, "the divisor of a Dense to be one number"),
     (lambda: EYE3 / torch.tensor(0.0),
      ZeroDivisionError, r"Dense\(3 x 3, .*\) can't be divided by 0"),

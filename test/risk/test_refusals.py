@@ -145,7 +145,7 @@ REFUSED: list[Refusal] = [
     (lambda: risk(CE),
      ValueError, "has 0 parameters.*The arguments are model, loss and data, in this order"),
     (lambda: risk(frozen()),
-     ValueError, "has 2 parameters; by default those that require"),
+     ValueError, "has 2 parameters, of which . require a gradient"),
     (lambda: risk(lazy()),
      ValueError, "The module '1' has no shapes yet: it is lazy.*Call the model once"),
     # parameters

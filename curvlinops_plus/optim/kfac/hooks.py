@@ -7,8 +7,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import frexp, isfinite
 from typing import Any
@@ -88,6 +88,7 @@ class Hooks:
     Attributes:
         steps: That were taken.
         batches: That were added since the last step.
+        has_heard: Whether there was one, with examples or without.
         keeps: Whether this step evaluates its batches once more.
         kept: These, with what their forward passes began with.
         error: Of a batch that could not be added.
@@ -101,6 +102,7 @@ class Hooks:
         self._every = every
         self.steps = 0
         self.batches = 0
+        self.has_heard = False
         self._before = 0  # examples of the estimator when the step began
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
@@ -148,6 +150,7 @@ class Hooks:
             self._following[0].close()
             self._following = None
         self.batches = 0
+        self.has_heard = False
         self.error = None
         self._before = self._estimator.examples
         self.kept.clear()
@@ -176,8 +179,17 @@ class Hooks:
         """Examples that were added since the last step."""
         return self._estimator.examples - self._before
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A batch is added in here; alone, one without examples adds nothing."""
+        before = self._estimator.updates
+        yield
+        self.batches += self._estimator.updates - before
+
     def keep(self, batch: Batch, start: PassStart) -> None:
-        """Keep a batch for evaluating it once more."""
+        """Keep a batch for evaluating it once more, if it has examples."""
+        if not batch.num_examples:
+            return
         # A loader may fill the same memory anew for the next batch of the step.
         copied = replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y))
         self.kept.append((copied, start))
@@ -224,7 +236,7 @@ class Hooks:
             self.unreadable = error.with_traceback(None)
             return
         start = PassStart.now(module) if self.keeps else None
-        call = _Call(estimator.users_pass(batch, due), due, start)
+        call = _Call(estimator._users_pass(batch, due), due, start)
         self._open[call.thread] = call
         call.users_pass.begin()
 
@@ -244,7 +256,9 @@ class Hooks:
         call.users_pass.end(output)
         risk = self._estimator.risk
         try:
-            call.outputs = risk.losses.select(output, risk.options.output)[0]
+            call.outputs = risk.losses.select(
+                output, risk.options.output, call.users_pass.batch.num_examples
+            )[0]
         except Exception as error:  # also of the user's `output`
             call.users_pass.close()
             self.unreadable = error.with_traceback(None)  # frames would keep the graph
@@ -337,6 +351,7 @@ class Hooks:
         # An error was of a batch that no step was taken for, as after an overflow that a gradient
         # scaler has seen.
         self.error = None
+        self.has_heard = True
         risk = self._estimator.risk
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         users_pass = call.users_pass
@@ -368,10 +383,9 @@ class Hooks:
 
     def _add(self, users_pass: UsersPass, y: Any) -> None:
         try:
-            with GradMode(True):  # as in the forward pass
+            with self.counted(), GradMode(True):  # as in the forward pass
                 # Several batches of a step are one update.
                 users_pass.add(y, 1.0 if self.batches else None)
-            self.batches += 1
         except NumericsError as error:  # which a step raises, or rejects
             self.error = error
 

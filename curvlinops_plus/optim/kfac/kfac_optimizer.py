@@ -57,12 +57,14 @@ class _Recorded(NamedTuple):
     Attributes:
         batches: Whether a batch was added to the statistics in any of them.
         kept: Whether one was kept for evaluating it once more.
+        heard: Whether there was any, with examples or without.
         uncalled: Layers that none has called yet.
         error: Of a batch that could not be added.
     """
 
     batches: bool
     kept: bool
+    heard: bool
     uncalled: set[str]
     error: NumericsError | None
 
@@ -178,8 +180,14 @@ class KFACPreconditioner(TiedOptimizer):
         given = params.values() if isinstance(params, Mapping) else params
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
+        named = without_names(model, given)
+        if not named:
+            raise ValueError(
+                "`params` is empty, or an iterator that was read before. Leave it out for all that "
+                "require a gradient, or pass a list, as list(model.parameters())."
+            )
         super().__init__(
-            without_names(model, given),
+            named,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
         for group in self._read_groups(self.param_groups):
@@ -203,7 +211,7 @@ class KFACPreconditioner(TiedOptimizer):
             leave_out_uncalled=True,
         )
         self.curvature.draws_by_batch = True
-        self.curvature.withdraws = True
+        self.curvature._withdraws = True
         self._strict = strict
         self._inverse = inverse
         self._power = power
@@ -311,11 +319,13 @@ class KFACPreconditioner(TiedOptimizer):
         due = hooks.due
         start = PassStart.now(risk.model) if hooks.keeps else None
         listening = nullcontext()
+        counted = nullcontext()
         if due:
             listening = self.curvature.listen(batch, 1.0 if hooks.batches else None)
-        with self.paused(), listening:
+            counted = hooks.counted()
+        with counted, self.paused(), listening:
             yield
-        hooks.batches += due
+        hooks.has_heard = True
         if start is not None:
             hooks.keep(risk.read(batch), start)
 
@@ -422,6 +432,11 @@ class KFACPreconditioner(TiedOptimizer):
         if recorded.error is not None:
             return self._reject_step(self._named_error(recorded.error), report)
         self._require_batches(recorded)
+        nothing_known = len(recorded.uncalled) == len(self.curvature.plan)
+        nothing_kept = self._hooks.keeps and not recorded.kept
+        if nothing_known or nothing_kept:  # batches had no examples
+            report.left_alone = [*self._keys.values()]
+            return
         if self._hooks.steps == 0 and self.curvature.risk.processes.world == 1:
             # several processes multiply parts of different size with other numbers
             self._hooks.warn_of_factors()
@@ -464,8 +479,10 @@ class KFACPreconditioner(TiedOptimizer):
         self._raise_damping(report)
 
     def _require_batches(self, recorded: _Recorded) -> None:
-        """Refuse a step without the batches that it needs."""
+        """Refuse a step without the batches that it needs; they may have no examples."""
         hooks = self._hooks
+        if recorded.heard:
+            return
         required = hooks.due and (self._strict or not self.curvature.updates)
         if not (hooks.keeps and not recorded.kept) and not (required and not recorded.batches):
             return
@@ -477,6 +494,8 @@ class KFACPreconditioner(TiedOptimizer):
         losses = self.curvature.risk.losses
         names = ", ".join(loss.title for loss in losses)
         miss = f" {hooks.miss}" if hooks.miss else ""
+        if not self.curvature.risk.model.training:
+            miss = " The model is in evaluation mode: call model.train() before the loop."
         functions = [loss.title for loss in losses if not isinstance(loss.loss, nn.Module)]
         if functions:
             miss = (
@@ -499,17 +518,21 @@ class KFACPreconditioner(TiedOptimizer):
         hooks.add_waiting()
         processes = self.curvature.risk.processes
         own = _Recorded(
-            hooks.batches > 0, bool(hooks.kept), set(self.curvature.uncalled), hooks.error
+            hooks.batches > 0,
+            bool(hooks.kept),
+            hooks.has_heard,
+            set(self.curvature.uncalled),
+            hooks.error,
         )
         if processes.world == 1:
             return own
-        gathered = processes.gather((own, self.curvature.called_in_step))
+        gathered = processes.gather((own, self.curvature._called_in_step))
         records = [record for record, _ in gathered]
         batches = any(record.batches for record in records)
         if batches and not own.batches:
             # else the moving averages of the processes would weigh differently
-            self.curvature.add_nothing()
-        self.curvature.enter(set[int]().union(*(called for _, called in gathered)))
+            self.curvature._add_nothing()
+        self.curvature._enter(set[int]().union(*(called for _, called in gathered)))
         errors = [
             hooks.error
             or type(record.error)(f"Process {rank} of {processes.world}: {record.error}")
@@ -519,6 +542,7 @@ class KFACPreconditioner(TiedOptimizer):
         return _Recorded(
             batches,
             any(record.kept for record in records),
+            any(record.heard for record in records),
             set.intersection(*(record.uncalled for record in records)),
             errors[0] if errors else None,
         )
