@@ -311,7 +311,8 @@ class CurvatureEstimator:
                 break
             except OutsideReads as outside:
                 cause = f"{outside} Nor does a module around it tell. "
-                error = outside
+                # Frames hold contexts of the model's that are open, as of checkpointing.
+                error = outside.with_traceback(None)
             except NoExampleGradients as refusal:
                 advice = "In training loops leave these to another optimizer (`params=`)."
                 if self._withdraws:

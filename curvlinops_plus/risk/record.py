@@ -80,7 +80,8 @@ def sweep(
             for batch in risk.batches(desc):
                 totals.add(recorder.observe(batch, draws, consume))
         except OutsideReads as error:
-            outside_reads = error
+            # Frames hold contexts of the model's that are open, as of checkpointing.
+            outside_reads = error.with_traceback(None)
     totals = totals.over(risk.processes, outside_reads)
     weights.require(totals)
     return totals
