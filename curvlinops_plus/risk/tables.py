@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from curvlinops_plus.layer.broadcast import BroadcastRule, TableOfPass, TableRead, table_reads
+from curvlinops_plus.layer.broadcast import (
+    BroadcastRule,
+    TableOfPass,
+    TableRead,
+    WeightRead,
+    table_reads,
+)
 from curvlinops_plus.risk.calls import OutsideReads, title
 
 if TYPE_CHECKING:
@@ -94,8 +100,14 @@ class Tables:
             self._add(t, sources)
 
     def _add(self, t: Any, sources: tuple[Any, ...]) -> None:
-        if isinstance(t, Tensor) and not t.is_inference():
-            self._tables[id(t)] = _Table(t, t._version, sources)
+        if not isinstance(t, Tensor) or t.is_inference():
+            return
+        before = self._tables.get(id(t))
+        self._tables[id(t)] = _Table(t, t._version, sources)
+        base = self._tables.get(id(t._base))
+        # What was written to a table by its view leaves it one.
+        if before is not None and base is not None and base.version == before.version < t._version:
+            self._add(base.tensor, tuple(dict.fromkeys((*base.sources, *sources))))
 
     def reads(
         self,
@@ -105,7 +117,7 @@ class Tables:
         output: Any,
         num_examples: int,
         known: Mapping[Any, Collection[Place]] | None = None,
-    ) -> list[tuple[TableRead, Place]]:
+    ) -> list[tuple[TableRead | WeightRead, Place]]:
         """The tables with parameters in them that a call broadcasts over examples.
 
         Args:
@@ -224,24 +236,28 @@ class BroadcastUses:
         """
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
-        sources = tables.of_all(inputs)
-        keys = dict.fromkeys(key for t in inputs for key in tables.of(t) or ())
+        made_of = [tables.of(t) for t in inputs]
+        is_table = None not in made_of
+        keys = dict.fromkeys(key for sources in made_of for key in sources or ())
         if not keys:
             output = function(*args, **kwargs)
-            if sources is not None:
+            if is_table:
                 tables.add(output, ())
             return TableCall(output)
         if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
         output = function(*args, **kwargs)
-        reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
-        if reads and axis in (None, reads[0][1][1][1]):
-            return self._read(output, reads, num_examples)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
         )
-        if sources is not None and not reads:
-            tables.add(output, sources if leads_back else ())
+        reads = []
+        if leads_back and (not is_table or is_one_tensor(inputs)):
+            reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
+        read_keys = {key for read, _ in reads for key in tables.of(read.table) or ()}
+        if read_keys == keys.keys() and axis in (None, reads[0][1][1][1]):
+            return self._read(output, reads, num_examples)
+        if is_table and not reads:
+            tables.add(output, tuple(keys) if leads_back else ())
         elif leads_back and self._backward:
             return TableCall(output, outside=self._outside(function, [*keys]))
         return TableCall(output)
@@ -268,23 +284,25 @@ class BroadcastUses:
         return self._leaves[key]
 
     def _read(
-        self, output: Any, reads: Sequence[tuple[TableRead, Place]], num_examples: int
+        self,
+        output: Any,
+        reads: Sequence[tuple[TableRead | WeightRead, Place]],
+        num_examples: int,
     ) -> TableCall:
         """The layers that a call reads, each with its tables."""
         _, (_, axis) = reads[0][1]
         positions = output.shape[axis] // num_examples
-        layers: list[tuple[int, ModuleUse, BroadcastRule]] = []
+        tables_of: dict[tuple[int, ModuleUse], list[TableOfPass]] = {}
         for read, _ in reads:
+            sources: dict[tuple[int, ModuleUse], dict[str, Tensor]] = {}
             for key in self.tables.of(read.table) or ():
                 index, use, name = self._uses[key]
                 source = self._leaves.get(key, self._params[key])
-                table = TableOfPass(read, axis, positions, source, self._resumed)
-                # Scale and shift of a norm belong to one layer.
-                rules = [rule for _, other, rule in layers if other is use]
-                if rules and name not in rules[-1].tables:
-                    rules[-1].tables[name] = table
-                else:
-                    layers.append((index, use, BroadcastRule({name: table})))
+                sources.setdefault((index, use), {})[name] = source
+            for layer, named in sources.items():
+                table = TableOfPass(read, axis, positions, named, self._resumed)
+                tables_of.setdefault(layer, []).append(table)
+        layers = [(*layer, BroadcastRule(tables)) for layer, tables in tables_of.items()]
         return TableCall(output, layers, reads[0][0].inputs, axis)
 
     def _outside(self, function: Any, keys: Sequence[str]) -> _Outside:
@@ -296,6 +314,13 @@ class BroadcastUses:
             "restructure that part of the model."
         )
         return _Outside(use, OutsideReads(message, keys))
+
+
+def is_one_tensor(inputs: Sequence[Tensor]) -> bool:
+    """Whether a call may make copies for all examples; of several tables it makes a table, though
+    one of them may have as many rows as there are examples.
+    """
+    return len(inputs) == 1
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
