@@ -143,14 +143,13 @@ def _batch_gradients(
     per_term: bool,
     desc: str,
     take: Take,
-    is_known: Callable[[int, int], bool] = lambda number, num_examples: False,
+    is_known: Callable[[int], bool] = lambda number: False,
 ) -> Iterator[_BatchGradients]:
     """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch
     by batch.
 
     Args:
-        is_known: Of the number of a batch and its number of examples: whether nothing is to be
-            done for it. Then it has no parts.
+        is_known: Whether nothing is to be done for the batch of this number: it has no parts then.
     """
     vectors = Empirical(per_term=per_term)
     risk = copy(risk.for_vectors(vectors))
@@ -159,7 +158,7 @@ def _batch_gradients(
         weights = loss_weights(risk)
         layers = layers_of(risk)
         for number, batch in enumerate(risk.batches(desc)):
-            if is_known(number, batch.num_examples):
+            if is_known(number):
                 yield _BatchGradients({}, 0, batch.num_examples, 1.0)
                 continue
             # A weight is about the mean over examples, as the mask is.
@@ -342,62 +341,73 @@ def attribution_scores(
     kept = None
     if store is not None:
         kept = ScoreStore(store, _about(vectors, train, per_term, per_layer, rank))
-    vectors, mixing = _low_rank(vectors, rank)
-    matrices: dict[Layer, Tensor] = {}  # the same in the layout of each layer, [Q, *b, o, i]
+    names = [layer.name for layer in layers_of(train)] if per_layer else [""]
+    factor = _QueryVectors(vectors, rank)
 
-    def take(batch: LayerBatch) -> dict[Layer, Tensor]:
-        if batch.layer not in matrices:
-            (group,) = batch.layer.groups
-            rows = group.layout.gather([vectors[key] for key in group.keys])
-            matrices[batch.layer] = rows.unflatten(1, group.layout.matrix_shape)
-        return {batch.layer: batch.inner_products(matrices[batch.layer])}
-
-    known: dict[str, Tensor] | None = None
-
-    def is_known(number: int, num_examples: int) -> bool:
-        nonlocal known
-        known = None if kept is None else kept.read(number, num_examples)
-        return known is not None
+    def is_kept(number: int) -> bool:
+        return kept is not None and kept.has(number)
 
     scores = defaultdict[str, list[Tensor]](list)
-    some_vector = next(iter(vectors.values()))
-    names = [layer.name for layer in layers_of(train)] if per_layer else [""]
     desc = "scores of training examples"
-    for number, batch in enumerate(_batch_gradients(train, per_term, desc, take, is_known)):
-        if known is None:
-            # Σ_layers u_qᵀ ∇ℓ_{n,r}, [R, N, Q]
-            zeros = some_vector.new_zeros(batch.num_vectors, batch.num_examples, len(some_vector))
-            products_of_batch = dict.fromkeys(names, zeros)
-            for layer, part in batch.parts.items():
-                name = layer.name if per_layer else ""
-                products_of_batch[name] = products_of_batch.get(name, zeros) + batch.factor * part
-            known = {}
-            for name, product in products_of_batch.items():
-                term_scores = (product if mixing is None else product @ mixing).permute(2, 1, 0)
-                known[name] = term_scores if per_term else term_scores[..., 0]
+    sweep = _batch_gradients(train, per_term, desc, factor.inner_products, is_kept)
+    for number, batch in enumerate(sweep):
+        if kept is not None and kept.has(number):
+            parts = kept.read(number, batch.num_examples)
+        else:
+            by_term = factor.scores(batch, names)
+            parts = {key: part if per_term else part[..., 0] for key, part in by_term.items()}
             if kept is not None:
-                kept.write(number, batch.num_examples, known)
-        for name, part in known.items():
-            scores[name].append(part.to(some_vector))
+                kept.write(number, batch.num_examples, parts)
+        for name, part in parts.items():
+            scores[name].append(part.to(factor.like))
     joined = {name: torch.cat(parts, dim=1) for name, parts in scores.items()}
     return joined if per_layer else joined[""]
 
 
-def _low_rank(
-    vectors: dict[str, Tensor], rank: int | None
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Vectors `[rank, *shape]`, and a matrix [rank, Q] with which they give the matrix of this rank
-    that is nearest to the Q vectors; None if these are as they were.
+class _QueryVectors:
+    """Vectors `u_q` that gradients of training examples are multiplied by.
+
+    Args:
+        vectors: Name of each parameter to `[Q, *shape]`.
+        rank: Replace these by the nearest matrix of this rank.
     """
-    number = len(next(iter(vectors.values())))
-    if rank is None or rank >= number:
-        return vectors, None
-    # With U = W S Vᵀ and U Uᵀ = W S² Wᵀ the nearest one is W_r W_rᵀ U.
-    gram = sum([(v.flatten(1) @ v.flatten(1).T).to(wide(v)) for v in vectors.values()])
-    assert isinstance(gram, Tensor)
-    basis = eigh(gram)[1][:, -rank:]
-    projected = {key: torch.tensordot(basis.T.to(v), v, 1) for key, v in vectors.items()}
-    return projected, basis.T.to(next(iter(vectors.values())))
+
+    def __init__(self, vectors: dict[str, Tensor], rank: int | None) -> None:
+        self.like = next(iter(vectors.values()))
+        #: `W_rᵀ U`, by parameter [rank, *shape]; U itself where no rank is given.
+        self._vectors = vectors
+        #: `W_rᵀ`, [rank, Q].
+        self._mixing: Tensor | None = None
+        #: The vectors in the layout of each layer, [rank, *b, o, i].
+        self._matrices: dict[Layer, Tensor] = {}
+        if rank is None or rank >= len(self.like):
+            return
+        # With U = W S Vᵀ and U Uᵀ = W S² Wᵀ the nearest one is W_r W_rᵀ U.
+        gram = sum([(v.flatten(1) @ v.flatten(1).T).to(wide(v)) for v in vectors.values()])
+        assert isinstance(gram, Tensor)
+        basis = eigh(gram)[1][:, -rank:]
+        self._vectors = {key: torch.tensordot(basis.T.to(v), v, 1) for key, v in vectors.items()}
+        self._mixing = basis.T.to(self.like)
+
+    def inner_products(self, batch: LayerBatch) -> dict[Layer, Tensor]:
+        """With the gradients of each example that one layer contributes, [R, N, rank]."""
+        if batch.layer not in self._matrices:
+            (group,) = batch.layer.groups
+            rows = group.layout.gather([self._vectors[key] for key in group.keys])
+            self._matrices[batch.layer] = rows.unflatten(1, group.layout.matrix_shape)
+        return {batch.layer: batch.inner_products(self._matrices[batch.layer])}
+
+    def scores(self, batch: _BatchGradients, names: list[str]) -> dict[str, Tensor]:
+        """`Σ_layers u_qᵀ ∇ℓ_{n,r}`, [Q, N, R], by the name of the layer or under "" for all."""
+        rank = len(next(iter(self._vectors.values())))
+        zeros = self.like.new_zeros(batch.num_vectors, batch.num_examples, rank)
+        sums = dict.fromkeys(names, zeros)
+        for layer, part in batch.parts.items():
+            name = "" if names == [""] else layer.name
+            sums[name] = sums.get(name, zeros) + batch.factor * part
+        if self._mixing is not None:
+            sums = {name: products @ self._mixing for name, products in sums.items()}
+        return {name: products.permute(2, 1, 0) for name, products in sums.items()}
 
 
 def _about(

@@ -44,6 +44,7 @@ from curvlinops_plus.risk.batches import (
     gradients_of,
     mapped,
     on_device,
+    read_example_of_rows,
     tensors_of,
 )
 from curvlinops_plus.risk.calls import Output
@@ -133,7 +134,7 @@ def output_covariance(
     results = []
     start = 0
     # The first example tells how much memory one takes; other inputs can't be cut.
-    step = 1 if isinstance(inputs.X, (Tensor, Mapping)) else inputs.N
+    step = 1 if inputs.can_be_cut else inputs.N
     with preserve_state(K.risk.model, K.risk.data):
         while start < inputs.N:
             batch = inputs.batch(start, min(start + step, inputs.N))
@@ -169,6 +170,7 @@ class _PredictedInputs:
     Attributes:
         X: The inputs, on the device of the model.
         N: Number of examples.
+        can_be_cut: Whether examples can be told apart.
         risk: Model, parameters and layers.
         require_grad: Whether results have derivatives by the inputs.
     """
@@ -181,7 +183,10 @@ class _PredictedInputs:
         if self.unpack:
             X = {key: x for key, x in X.items() if key != "labels"}
         self.X = X
-        self.N = count_examples(X, None, 0, self.risk.options.batch_size_fn, self.unpack)
+        options = self.risk.options
+        self._rows = read_example_of_rows(X, options.example_of_rows, self.risk.device)
+        self.N = count_examples(X, None, 0, options.batch_size_fn, self.unpack, self._rows)
+        self.can_be_cut = isinstance(X, (Tensor, Mapping)) and not self._rows
         if not self.N:
             raise ValueError("There are no inputs to predict for.")
         tensors = tensors_of(X)
@@ -195,12 +200,13 @@ class _PredictedInputs:
     def batch(self, start: int, stop: int) -> Batch:
         """Examples `start` to `stop`; what has no axis of N examples is for all."""
         X = self.X
-        if isinstance(X, Tensor):
-            X = X[start:stop]
-        elif isinstance(X, Mapping):
+        if self.can_be_cut and isinstance(X, Mapping):
             N = self.N
             X = {key: x[start:stop] if _is_by_example(x, N) else x for key, x in X.items()}
-        return Batch(X, self.risk.losses.joined([None]), stop - start, self.unpack, start)
+        elif self.can_be_cut:
+            X = X[start:stop]
+        y = self.risk.losses.joined([None])
+        return Batch(X, y, stop - start, self.unpack, start, example_of_rows=self._rows)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
         """Outputs [N, R, C], their shape in the model, and the axis of their C numbers there."""
@@ -417,7 +423,7 @@ def _columns(
     parts: dict[Any, Tensor] = {}
     recorder = Recorder(risk, layers, _Units(), weights)
     with recorder.hooked():
-        with recorder.recording(N):
+        with recorder.recording(batch):
             (f,), _, (axis,) = risk.run(batch)
         back = recorder.backward_pass(lambda layer_batch: parts.update(take(layer_batch)))
         outputs = [output for call in recorder.last.calls for output in call.outputs]

@@ -40,16 +40,17 @@ class ScoreStore:
                 "another folder, or remove this one."
             )
 
-    def read(self, batch: int, num_examples: int) -> dict[str, Tensor] | None:
-        """The scores of a batch; None if it has to be computed.
+    def has(self, batch: int) -> bool:
+        """Whether the scores of a batch are here."""
+        return self._path(batch).exists()
+
+    def read(self, batch: int, num_examples: int) -> dict[str, Tensor]:
+        """The scores of a batch that is here.
 
         Raises:
             ValueError: If it had another number of examples.
         """
-        path = self._path(batch)
-        if not path.exists():
-            return None
-        state = load(path)
+        state = load(self._path(batch))
         if state["num_examples"] != num_examples:
             raise ValueError(
                 f"Batch {batch} has {num_examples} examples, and had {state['num_examples']} when "

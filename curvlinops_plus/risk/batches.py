@@ -37,6 +37,8 @@ class Batch:
         weight: Weights of the examples [N], in double precision; None for ones.
         forms: For each loss the form in which it reads its output; empty if all read them as they
             are.
+        example_of_rows: The example of each row [M], for each kind of rows of which examples don't
+            have as many, one after the other.
     """
 
     X: Any
@@ -46,6 +48,7 @@ class Batch:
     first: int = 0
     weight: Tensor | None = None
     forms: Sequence[OutputForm] = ()
+    example_of_rows: Sequence[Tensor] = ()
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -94,14 +97,63 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
         )
 
 
-def count_examples(
-    X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool
-) -> int:
-    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a
-    mapping's tensors share.
+def read_example_of_rows(
+    X: Any, function: Callable[[Any], Any] | None, device: torch.device
+) -> Sequence[Tensor]:
+    """What `example_of_rows(X)` gives, for each kind of rows.
+
+    Raises:
+        TypeError: If it is no vector of integers, and no list of such.
     """
+    if function is None:
+        return ()
+    given = function(X)
+    kinds = given if isinstance(given, (list, tuple)) else [given]
+    for examples in kinds:
+        is_vector = isinstance(examples, Tensor) and examples.ndim == 1
+        if not is_vector or examples.dtype not in (torch.int64, torch.int32):
+            came = type(examples).__name__
+            if isinstance(examples, Tensor):
+                came = f"{examples.dtype} {list(examples.shape)}"
+            raise TypeError(
+                f"example_of_rows(X) returned {came}; expected a vector of integers, the number of "
+                "the example that each row belongs to, or a list of such vectors for tensors with "
+                "other numbers of rows."
+            )
+    return [on_device(examples.long(), device) for examples in kinds]
+
+
+def count_examples(
+    X: Any,
+    y: Any,
+    index: int,
+    batch_size_fn: Callable[[Any], int] | None,
+    unpack: bool,
+    example_of_rows: Sequence[Tensor] = (),
+) -> int:
+    """N of one batch: from `batch_size_fn(X)`, the largest number of an example that has rows, the
+    first axis of X, or the first axis that a mapping's tensors share.
+
+    Raises:
+        ValueError: If rows belong to other examples.
+    """
+    largest = -1
+    for examples in example_of_rows:
+        if len(examples):
+            least, most = torch.stack(torch.aminmax(examples)).tolist()
+            if least < 0:
+                raise ValueError(f"example_of_rows(X) names example {least} of batch {index}.")
+            largest = max(largest, most)
     if batch_size_fn is not None:
-        return integer("batch_size_fn(X)", batch_size_fn(X), low=0)
+        N = integer("batch_size_fn(X)", batch_size_fn(X), low=0)
+        if largest >= N:
+            raise ValueError(
+                f"example_of_rows(X) names example {largest} of batch {index}, which has {N}, "
+                "numbered from 0, by batch_size_fn(X)."
+            )
+        return N
+    if example_of_rows:
+        return largest + 1
     if isinstance(X, Tensor) and X.ndim:
         return X.shape[0]
     carriers: list[Any] = []
@@ -118,7 +170,8 @@ def count_examples(
         raise ValueError(
             f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, "
             "without a first axis that carries them. Pass `batch_size_fn`, a function of X that "
-            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`."
+            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`; of several graphs "
+            "in one object `example_of_rows`."
         )
     return sizes.pop()
 
@@ -171,8 +224,11 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     """Some examples of a batch, with every tensor that carries them.
 
     None if no tensor of the input does, or if one may have examples times positions on its first
-    axis, or something else, as a bag of tokens or the nodes of a graph.
+    axis, or something else, as a bag of tokens or the nodes of a graph, whose examples may be
+    declared.
     """
+    if batch.example_of_rows:
+        return None
     N = batch.num_examples
     kinds: set[str] = set()
 

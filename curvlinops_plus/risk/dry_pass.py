@@ -133,7 +133,7 @@ class DryPass:
         self.of_gathered: set[str] = set()
         self.moves_rows = False
         self._called = set[str]()
-        self._rows = GatheredRows(batch.num_examples)
+        self._rows = GatheredRows(batch.num_examples, batch.example_of_rows)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
         # Frozen ones, too, leave a trace in what is computed from these.
@@ -215,7 +215,7 @@ class DryPass:
         """Whether some tensor may carry the examples on its first axis or the second."""
         tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
         sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
-        return any(n and n % self._examples == 0 for n in sizes)
+        return any(map(self._rows.may_have_examples, sizes))
 
     def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
         """The read of now of a parameter."""
@@ -245,12 +245,10 @@ class DryPass:
         reads = []
         # A training loop's pass is recorded in the model, not behind it.
         if outputs and self._stack and (sources is None or is_one_tensor(inputs)):
-            for table_read, place in self._tables.reads(
-                function, args, kwargs, out, self._examples
-            ):
-                is_weight = isinstance(table_read, WeightRead)
-                if not is_weight or self._rows.places(table_read.call.input) is None:
-                    reads.append((table_read, place))
+            reads = self._tables.reads(function, args, kwargs, out, self._examples, self._rows)
+        for table_read, _ in reads:
+            if isinstance(table_read, WeightRead):
+                self._look_at_rows(table_read.call.input, ())
         # Others give shapes, detached copies, and views of parameters.
         if not reads and all(self._views.key(t) is not None for t in outputs):
             if not outputs and sources is not None:
@@ -356,7 +354,9 @@ class DryPass:
         if self._rows.places(product.input) is not None:
             return True
         rows = product.input.shape[int(product.of_stack and product.ends is None)]
-        return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
+        return self._rows.may_have_examples(rows) or (
+            rows == 1 and product.function.name == "embedding"
+        )
 
 
 def _few(model: nn.Module, batch: Batch) -> Batch | None:

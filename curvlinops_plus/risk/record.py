@@ -221,7 +221,7 @@ class Recorder:
         """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to
         `consume`.
         """
-        with self.recording(batch.num_examples):
+        with self.recording(batch):
             outputs = self.risk.run(batch)
         return self.send_back(batch, outputs, draws, consume)
 
@@ -349,11 +349,11 @@ class Recorder:
         self._forget()
 
     @contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
+    def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         with Endings() as endings:
             endings.surely(self.stop)
-            self.start(num_examples)
+            self.start(batch)
             with self._suspecting_tables():
                 yield
 
@@ -372,10 +372,10 @@ class Recorder:
                 raise refusal from error
             raise
 
-    def start(self, num_examples: int) -> None:
+    def start(self, batch: Batch) -> None:
         """Begin to record a forward pass; the batch before is forgotten."""
         self._forget()
-        self.last = self._new_pass(num_examples)
+        self.last = self._new_pass(batch.num_examples, batch.example_of_rows)
         self.disabled.depth = 0  # an interrupt may have left it
         self._thread = this_thread()
         self._broadcast.begin()
@@ -399,8 +399,10 @@ class Recorder:
         finally:
             self.disabled.depth = depth
 
-    def _new_pass(self, num_examples: int) -> RecordedPass:
-        rows = GatheredRows(num_examples) if self.gathers and num_examples else None
+    def _new_pass(self, num_examples: int, example_of_rows: Sequence[Tensor] = ()) -> RecordedPass:
+        rows = None
+        if self.gathers and num_examples:
+            rows = GatheredRows(num_examples, example_of_rows)
         return RecordedPass(num_examples, self.backward, self.own_pass, rows)
 
     def _forget(self) -> None:
@@ -494,12 +496,9 @@ class Recorder:
         """What a function returned, and the tables that it broadcasts, along an axis if one is
         given.
         """
-        if self._broadcast.keys:
-            call = self._broadcast.call(function, args, kwargs, self.last.num_examples, axis)
-        else:
-            call = TableCall(function(*args, **kwargs))
-        if self.last.rows is not None:
-            self.last.rows.follow(function, args, kwargs, call.output)
+        rows = self.last.rows
+        number = self.last.num_examples
+        call = self._broadcast.call(function, args, kwargs, number, rows, axis)
         self._views.select(function, args, call.output)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
@@ -580,8 +579,9 @@ def _resumed(recorder: weakref.ref[Recorder]) -> AbstractContextManager[None]:
 
 
 def follows_rows(risk: EmpiricalRisk) -> bool:
-    """Whether passes follow rows that are gathered."""
-    return risk.reads is not None and risk.reads.gathered
+    """Whether passes follow rows that are gathered, or ragged."""
+    is_gathered = risk.reads is not None and risk.reads.gathered
+    return is_gathered or risk.options.example_of_rows is not None
 
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:

@@ -25,6 +25,7 @@ from curvlinops_plus.layer.broadcast import (
     table_reads,
 )
 from curvlinops_plus.risk.calls import OutsideReads, title
+from curvlinops_plus.risk.routes import GatheredRows
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.layers import ModuleUse
@@ -116,11 +117,13 @@ class Tables:
         kwargs: Mapping[str, Any],
         output: Any,
         num_examples: int,
+        rows: GatheredRows | None = None,
         known: Mapping[Any, Collection[Place]] | None = None,
     ) -> list[tuple[TableRead | WeightRead, Place]]:
         """The tables with parameters in them that a call broadcasts over examples.
 
         Args:
+            rows: Knows rows of which examples don't have as many, one after the other.
             known: What a table is made of to where it is broadcast. Any axis may have as many
                 entries as there are examples.
         """
@@ -129,7 +132,10 @@ class Tables:
             with_places = []
             for read in reads:
                 sources = self.of(read.table)
-                axes = read.example_axes(num_examples) if sources else []
+                axes = []
+                if sources:
+                    is_ragged = rows is not None and rows.moves_rows(output)
+                    axes = read.example_axes(num_examples, is_ragged)
                 places = [(name, (len(read.shape), axis)) for axis in axes]
                 if known is not None and sources:
                     places = [place for place in places if place in known[sources[0]]]
@@ -162,6 +168,15 @@ class TableCall:
 class _Outside(NamedTuple):
     use: ModuleUse
     error: OutsideReads
+
+
+def _run(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: GatheredRows | None
+) -> Any:
+    output = function(*args, **kwargs)
+    if rows is not None:
+        rows.follow(function, args, kwargs, output)
+    return output
 
 
 class BroadcastUses:
@@ -227,38 +242,45 @@ class BroadcastUses:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
+        rows: GatheredRows | None = None,
         axis: int | None = None,
     ) -> TableCall:
         """Call a function.
 
         Args:
+            rows: Follows rows of which examples don't have as many, one after the other.
             axis: Where the examples are, if it is known.
         """
+        if not self.keys:
+            return TableCall(_run(function, args, kwargs, rows))
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
         made_of = [tables.of(t) for t in inputs]
         is_table = None not in made_of
         keys = dict.fromkeys(key for sources in made_of for key in sources or ())
         if not keys:
-            output = function(*args, **kwargs)
+            output = _run(function, args, kwargs, rows)
             if is_table:
                 tables.add(output, ())
             return TableCall(output)
         if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
-        output = function(*args, **kwargs)
+        output = _run(function, args, kwargs, rows)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
         )
         reads = []
         if leads_back and (not is_table or is_one_tensor(inputs)):
-            reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
+            reads = tables.reads(function, args, kwargs, output, num_examples, rows, self._places)
         read_keys = {key for read, _ in reads for key in tables.of(read.table) or ()}
         if read_keys == keys.keys() and axis in (None, reads[0][1][1][1]):
-            return self._read(output, reads, num_examples)
+            on = reads[0][1][1][1]
+            # Rows that are followed are treated one by one.
+            one_by_one = rows is not None and on == 0 and rows.places(output) is not None
+            return self._read(output, reads, 1 if one_by_one else output.shape[on] // num_examples)
         if is_table and not reads:
             tables.add(output, tuple(keys) if leads_back else ())
-        elif leads_back and self._backward:
+        elif leads_back and self._backward and _has_numbers(output):
             return TableCall(output, outside=self._outside(function, [*keys]))
         return TableCall(output)
 
@@ -287,11 +309,12 @@ class BroadcastUses:
         self,
         output: Any,
         reads: Sequence[tuple[TableRead | WeightRead, Place]],
-        num_examples: int,
+        positions: int,
     ) -> TableCall:
-        """The layers that a call reads, each with its tables."""
+        """The layers that a call reads, each with its tables, along an axis with so many positions
+        of each example, or rows that are followed.
+        """
         _, (_, axis) = reads[0][1]
-        positions = output.shape[axis] // num_examples
         tables_of: dict[tuple[int, ModuleUse], list[TableOfPass]] = {}
         for read, _ in reads:
             sources: dict[tuple[int, ModuleUse], dict[str, Tensor]] = {}
@@ -314,6 +337,11 @@ class BroadcastUses:
             "restructure that part of the model."
         )
         return _Outside(use, OutsideReads(message, keys))
+
+
+def _has_numbers(output: Any) -> bool:
+    """Not so of an expert that sees no row: no gradient comes back through it."""
+    return any(isinstance(t, Tensor) and t.numel() for t in tree_leaves(output))
 
 
 def is_one_tensor(inputs: Sequence[Tensor]) -> bool:
