@@ -210,10 +210,10 @@ def find_functions(
     }
     kept = [key for key in instead if key in broadcast]
     found = FoundReads(tuple(products), enclosing, tried, broadcast, {}, kept, gathered)
-    return replace(found, computed=_computed(risk, dry, found, never))
+    return replace(found, computed=_keys_of_tables(risk, dry, found, never))
 
 
-def _computed(
+def _keys_of_tables(
     risk: EmpiricalRisk, dry: DryPass, found: FoundReads, never: Collection[str]
 ) -> dict[str, tuple[Any, ...]]:
     """Keys of parameters in tables, each with where they are read, of the modules that need not run

@@ -237,7 +237,7 @@ def risk_of(model: nn.Module, data: Any = None, **options: Any) -> EmpiricalRisk
 
 
 def running_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_reads, "_computed", lambda *given: {})
+    monkeypatch.setattr(function_reads, "_keys_of_tables", lambda *given: {})
 
 
 def blocks_of(risk: EmpiricalRisk, **options: Any) -> Mapping[str, Any]:
