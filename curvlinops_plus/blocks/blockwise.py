@@ -479,7 +479,7 @@ class BlockwiseLinearOperator(Deferred):
         mapping: dict[str, dict[str, int]] = {}
         for entry in self.plan:
             positions = mapping.setdefault(entry.layer.name, {})
-            for use in entry.layer.uses:
+            for use in entry.layer.named_uses:
                 for name, key in use.keys.items():
                     position = keys.index(key)
                     if positions.get(name, position) != position:

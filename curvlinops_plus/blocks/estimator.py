@@ -249,7 +249,7 @@ class CurvatureEstimator:
         """Whether it has to be found out in the first batch how functions read parameters."""
         if self.updates or self.risk.reads is not None:
             return False
-        return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
+        return any(use.runs_again for entry in self.plan for use in entry.layer.uses)
 
     def _users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its

@@ -189,7 +189,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
         keys = _matching_keys(layer, rules) if rules else []
         chosen = rules[keys[0]] if keys else without_rule
         if chosen.kind.affine and not layer.affine:
-            if keys and keys[0] in [use.name for use in layer.uses]:
+            if keys and keys[0] in [use.name for use in layer.named_uses]:
                 why = _why_not_affine(layer)
                 advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
                 raise UnsupportedError(
@@ -240,8 +240,8 @@ def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:
     """The keys that match a layer: names first, then globs, then types, the nearest ancestor
     first.
     """
-    names = [use.name for use in layer.uses]
-    ancestors = [type(use.owner).__mro__ for use in layer.uses]
+    names = [use.name for use in layer.named_uses]
+    ancestors = [type(use.owner).__mro__ for use in layer.named_uses]
     exact = [key for key in keys if key in names]
     globs = [
         key
@@ -254,20 +254,24 @@ def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:
 
 
 def _why_not_affine(layer: Layer) -> str:
-    if layer.tied:
-        names = [use.name for use in layer.uses]
+    uses = layer.named_uses
+    if len(uses) > 1:
+        names = [use.name for use in uses]
         difference = "as different matrices"
-        if len({use.keys.get("bias") for use in layer.uses}) > 1:
+        if len({use.keys.get("bias") for use in uses}) > 1:
             difference = "with different biases, or as different matrices"
         return f"its parameter is shared by {names} {difference}"
-    use = layer.uses[0]
+    use = uses[0]
     if isinstance(use.rule, EnclosedRule):
         return (
             f"{list(use.keys.values())} are read by functions without a rule, make a table for all "
             "examples, see rows in an order of their own, or have a rule that autograd contradicts"
         )
     if isinstance(use.rule, BroadcastRule):
-        return f"{list(layer.params)} are added, or multiplied entry by entry"
+        return (
+            f"{list(layer.params)} are added, multiplied entry by entry, or in a weight that is "
+            "computed"
+        )
     return (
         why_generic(use.owner)
         or f"its rule {type(use.rule).__name__} is not that of an affine layer"

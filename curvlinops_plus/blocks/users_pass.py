@@ -277,6 +277,7 @@ def _may_follow(recorder: Recorder) -> bool:
         and len(recorder.risk.losses) == 1
         and recorder.last.numbers >= _ENOUGH_NUMBERS
         and torch.float16 not in recorder.last.dtypes
+        and not recorder.last.outlives_graph
     )
 
 

@@ -1,19 +1,22 @@
 """Tensors that are the same for all examples, where functions broadcast them over the examples:
-`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of products and attention.
+`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of products and attention,
+weights that are computed.
 
-Such a table `t` is a parameter, or computed from parameters alone. What the function returns is
-linear in it, so that the gradient of one example follows from the gradient `g` at what it returned:
-`Σ g` for a sum, `Σ g x` for a product, over all axes along which `t` was broadcast but that of the
-examples. From the table it goes back to the parameters by autograd, one row for each example.
-Nothing is run again: dropout elsewhere in the model does not matter.
+Such a table `t` is a parameter, or computed from parameters alone. The gradient of one example
+follows from the gradient `g` at what the function returned:
+`Σ g` for a sum, `Σ g x` for a product, `-Σ g x / t²` for a denominator, over all axes along which
+`t` was broadcast but that of the examples; `Σ g xᵀ` over positions for a weight. From the table it
+goes back to the parameters by autograd, one row for each example. Nothing is run again: dropout
+elsewhere in the model does not matter.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
-from curvlinops_plus.layer.rule import LayerRule
+from curvlinops_plus.layer.functions import AffineCall, affine_calls
+from curvlinops_plus.layer.replay import RerunError, in_chunks
+from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
 
@@ -39,6 +44,8 @@ class TableRead:
         products: What its gradient is the sum of.
         inputs: What else that depends on.
         behind: Number of axes of the output behind those of the table.
+        own_block: Whether parameters that are read in such ways alone have a block of their own;
+            else they stay in that of their module.
     """
 
     table: Tensor
@@ -46,6 +53,7 @@ class TableRead:
     products: Products
     inputs: Sequence[Tensor] = ()
     behind: int = 0
+    own_block: bool = True
 
     @property
     def sizes(self) -> list[int]:
@@ -74,6 +82,95 @@ class TableRead:
                 axes.append(axis)
         return axes
 
+    @property
+    def channels_first(self) -> bool | None:
+        """As for `LayerRule`."""
+        return True if self.behind else None
+
+    def gradients(
+        self, g: Tensor, inputs: Sequence[Tensor], axis: int, positions: int
+    ) -> Tensor:  # g: [V, B * positions, *out] -> [V, B, *table]
+        """Gradients of the table for each example, which were on this axis of the output."""
+        sizes = self.sizes
+        del sizes[axis]
+        sums = []
+        for g_v in g:
+            product = self.products(g_v, *inputs)
+            sums.append(product.sum_to_size([len(product), *sizes]))
+        J = torch.stack(sums).unflatten(1, (-1, positions)).sum(2)
+        return J.view(*J.shape[:2], *self.table.shape)
+
+    def numbers(self, output: int) -> int:
+        """About how many numbers the gradient of one example takes on the way, which has so many
+        at the output.
+        """
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRead:
+    """A weight that a function multiplies with, if it is a table.
+
+    Attributes:
+        call: The product.
+        shape: That of the output.
+    """
+
+    call: AffineCall
+    shape: Sequence[int]
+    own_block: ClassVar[bool] = False
+
+    @property
+    def table(self) -> Any:
+        """The weight."""
+        return self.call.weight
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """What it is multiplied with."""
+        return [self.call.input.detach()]
+
+    @property
+    def channels_first(self) -> bool:
+        """As for `LayerRule`."""
+        return self._convolves
+
+    @property
+    def _convolves(self) -> bool:
+        return self.call.function.name.startswith("conv")
+
+    def example_axes(self, num_examples: int, is_ragged: bool = False) -> list[int]:
+        """The axes of the output that may carry the examples; see `TableRead`."""
+        number = 1 if self._convolves else len(self.shape) - 1
+        axes = []
+        for axis, size in enumerate(self.shape[:number]):
+            folds = size > 0 and size % num_examples == 0
+            if size == num_examples or (axis == 0 and (folds or is_ragged)):
+                axes.append(axis)
+        return axes
+
+    def gradients(
+        self, g: Tensor, inputs: Sequence[Tensor], axis: int, positions: int
+    ) -> Tensor:  # g: [V, B * positions, *out] -> [V, B, *weight]
+        """Gradients of the weight for each example, by the rule of layers with such a weight."""
+        x = inputs[0].unflatten(0, (-1, positions))
+        g = g.unflatten(1, (-1, positions))
+        module, rule = self.call.function.module({"weight": nn.Parameter(self.table.detach())})
+        if not self._convolves:  # all but the last axis are positions
+            return rule.per_example_grads(module, (x,), {}, g)["weight"]
+        images = (x.flatten(0, 1),)
+        J = rule.per_example_grads(module, images, {}, g.flatten(1, 2))["weight"]
+        return J.unflatten(1, (-1, positions)).sum(2)
+
+    def numbers(self, output: int) -> int:
+        """See `TableRead`: the rows that the weight meets, too, and a gradient for each image."""
+        if self.call.function.name == "embedding":
+            return output
+        o = max(1, self.shape[1 if self._convolves else -1])
+        rows = output // o * (self.table.numel() // o)
+        images = output // max(1, prod(self.shape[1:])) if self._convolves else 0
+        return output + rows + images * self.table.numel()
+
 
 @dataclass(frozen=True, eq=False)
 class TableOfPass:
@@ -83,75 +180,119 @@ class TableOfPass:
         read: The function that reads it.
         axis: The axis of the examples.
         positions: Of each example on that axis.
-        source: The parameter that it is or was computed from, which has its graph.
+        sources: The parameters that it is or was computed from, which have its graph, by their
+            names in a module.
         resumed: Makes a context in which what ran in the pass runs as it did: activation
             checkpointing runs parts of the model again for that graph.
+        version: The table's, when it was read.
     """
 
-    read: TableRead
+    read: TableRead | WeightRead
     axis: int
     positions: int
-    source: Tensor
+    sources: Mapping[str, Tensor]
     resumed: Callable[[], AbstractContextManager[Any]] = nullcontext
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.read.table._version)
 
     def gradients(
         self, inputs: Sequence[Tensor], g: Tensor
-    ) -> Tensor:  # g: [V, B * positions, *out] -> [V, B, *source]
-        """Gradients of the parameter for each example."""
+    ) -> dict[str, Tensor]:  # g: [V, B * positions, *out] -> {name: [V, B, *source]}
+        """Gradients of the parameters for each example.
+
+        Raises:
+            RerunError: If the table's graph is no more that of what was read.
+        """
         table = self.read.table
-        sizes = self.read.sizes
-        del sizes[self.axis]
-        sums = []
-        for g_v in g:
-            product = self.read.products(g_v, *inputs)
-            sums.append(product.sum_to_size([len(product), *sizes]))
-        J = torch.stack(sums).unflatten(1, (-1, self.positions)).sum(2)
-        J = J.view(*J.shape[:2], *table.shape)
-        if table is self.source:
-            return J
+        J = self.read.gradients(g, inputs, self.axis, self.positions)
+        if not self.is_computed:
+            return dict.fromkeys(self.sources, J)
+        if table._version != self.version:
+            raise RerunError(
+                f"what is computed from {[*self.sources]} is written into after it was read."
+            )
         with self.resumed():
-            return _pulled_back(table, self.source, J)
+            back = _pulled_back(table, [*self.sources.values()], J)
+        return dict(zip(self.sources, back, strict=True))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it has a graph, rather than being a parameter itself."""
+        return all(source is not self.read.table for source in self.sources.values())
+
+    def bytes_on_the_way(self, g: Tensor) -> int:  # g: [V, B * positions, *out]
+        """About how much memory the gradient of one example takes."""
+        output = g[0, : self.positions].numel()
+        numbers = self.read.numbers(output) + _COPIES * self.read.table.numel()
+        for source in self.sources.values():
+            numbers += _COPIES * source.numel()
+        return numbers * max(4, g.element_size())
 
 
-def _pulled_back(table: Tensor, source: Tensor, J: Tensor) -> Tensor:
-    """Gradients of a parameter from those of a table that was computed from it, `[V, B, *table] ->
-    [V, B, *source]`; the graph stays.
+#: How many tensors of the size of a table a pass back through its computation holds.
+_COPIES = 4
+
+
+def _pulled_back(
+    table: Tensor, sources: Sequence[Tensor], J: Tensor
+) -> list[Tensor]:  # [V, B, *table] -> each [V, B, *source]
+    """Gradients of parameters from those of a table that was computed from them; the graph
+    stays.
     """
     rows = J.flatten(0, 1).to(table.dtype)
 
-    def gradient(row: Tensor, **options: Any) -> Tensor:
-        (back,) = torch.autograd.grad(table, source, row, retain_graph=True, **options)
-        return back.to_dense() if back.is_sparse else back
+    def gradients(row: Tensor, **options: Any) -> list[Tensor]:
+        # Some may only have given a shape or a dtype.
+        back = torch.autograd.grad(
+            table, sources, row, retain_graph=True, allow_unused=True, **options
+        )
+        dense = []
+        for t, source in zip(back, sources, strict=True):
+            if t is None:
+                t = row.new_zeros(*row.shape[: row.ndim - table.ndim], *source.shape)
+            dense.append(t.to_dense() if t.is_sparse else t)
+        return dense
 
     try:
         with warnings.catch_warnings():
             # vmap takes a loop there, which is correct.
             warnings.filterwarnings("ignore", message=".*batching rule.*")
-            back = gradient(rows, is_grads_batched=True)
+            back = gradients(rows, is_grads_batched=True)
     except RuntimeError:  # an operation that can't be vectorised
-        back = torch.stack([gradient(row) for row in rows])
-    return at_least_float32(back).view(*J.shape[:2], *source.shape)
+        back = [torch.stack(of_rows) for of_rows in zip(*map(gradients, rows), strict=True)]
+    return [
+        at_least_float32(t).view(*J.shape[:2], *source.shape)
+        for t, source in zip(back, sources, strict=True)
+    ]
 
 
 class BroadcastRule(LayerRule):
     """Parameters that functions broadcast over the examples, themselves or in tables.
 
     Args:
-        tables: Of a recorded call: the parameter's name in its module to the table that it is in.
+        tables: Of a recorded call: what it reads of the parameters.
 
     Example:
         >>> w, x = torch.ones(3, requires_grad=True), torch.tensor([[1.0, 2, 3], [4, 5, 6]])
         >>> (read,), _ = table_reads(torch.mul, (2 * w, x), {}, 2 * w * x)
-        >>> rule = BroadcastRule({"weight": TableOfPass(read, 0, 1, w)})
+        >>> rule = BroadcastRule([TableOfPass(read, 0, 1, {"weight": w})])
         >>> rule.per_example_grads(nn.Module(), (x,), {}, torch.ones(1, 2, 3))["weight"]
         tensor([[[ 2.,  4.,  6.],
                  [ 8., 10., 12.]]])
     """
 
-    channels_first: ClassVar[bool | None] = None
+    def __init__(self, tables: Sequence[TableOfPass] = ()) -> None:
+        self.tables = tables
+        firsts = {table.read.channels_first for table in tables}
+        #: By a weight or by channels, if one tells.
+        self.channels_first = next(iter(firsts - {None}), None)  # type: ignore[misc]
 
-    def __init__(self, tables: dict[str, TableOfPass] | None = None) -> None:
-        self.tables = tables or {}
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """All parameters side by side in one row, also those of children."""
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: flat_pattern(p.ndim) for name, p in named}
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
@@ -163,14 +304,28 @@ class BroadcastRule(LayerRule):
         """
         inputs = [at_least_float32(t) for t in args]
         g = at_least_float32(g.detach())
+        positions = self.tables[0].positions
+
+        def of_chunk(g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
+            rows = slice(examples.start * positions, examples.stop * positions)
+            g_rows = g[0][vectors, examples].flatten(1, 2)
+            inputs_of_rows = [t[rows] if len(t) == number else t for t in inputs]
+            gradients: dict[str, Tensor] = {}
+            for table in self.tables:
+                for name, J in table.gradients(inputs_of_rows, g_rows).items():
+                    gradients[name] = gradients[name] + J if name in gradients else J
+            return gradients
+
+        number = g.shape[1]
+        pairs = self.max_bytes // max(1, sum(table.bytes_on_the_way(g) for table in self.tables))
         with GradMode(False), full_precision(g.device.type):
-            return {name: table.gradients(inputs, g) for name, table in self.tables.items()}
+            return in_chunks(of_chunk, [g.unflatten(1, (-1, positions))], pairs)
 
 
 # ------------------------------------------------------------------------------ functions that read
 def table_reads(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-) -> list[list[TableRead]]:
+) -> list[list[TableRead | WeightRead]]:
     """Tensors that a call may have broadcast, in alternative ways: of `a + b` either may be the
     table.
 
@@ -178,22 +333,38 @@ def table_reads(
         >>> x = torch.ones(5, 3)
         >>> [len(reads) for reads in table_reads(torch.mul, (x, x), {}, x * x)]
         [1, 1]
-        >>> table_reads(torch.matmul, (x, x.T), {}, x @ x.T)
+        >>> table_reads(torch.exp, (x,), {}, x.exp())
         []
     """
-    reader = _READERS_OF_TABLES.get(function)
-    if reader is None or not isinstance(output, Tensor):
+    if not isinstance(output, Tensor):
         return []
-    try:
-        ways = reader(output, *args, **kwargs)
-    except TypeError:  # arguments that this signature does not have
-        return []
+    ways: list[Any] = []
+    if function in _READERS_OF_TABLES:
+        with suppress(TypeError):  # arguments that this signature does not have
+            ways = _READERS_OF_TABLES[function](output, *args, **kwargs)
+    weights = _weights(function, args, kwargs, output)
+    if weights:  # with the bias, if there is one
+        ways = [[*weights, *reads] for reads in ways or [[]]]
     reads_of_ways = []
     for reads in ways:
         tensors = [t for read in reads for t in (read.table, *read.inputs)]
         if tensors and all(isinstance(t, Tensor) for t in tensors):
             reads_of_ways.append(reads)
     return reads_of_ways
+
+
+def _weights(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
+) -> list[WeightRead]:
+    """The weight that a call multiplies with, if it does; not a stack of several."""
+    reads = []
+    for call in affine_calls(function, args, kwargs):
+        if call.weight is None or call.of_stack:
+            continue
+        read = WeightRead(call, output.shape)
+        if call.weight.ndim == 2 or read.channels_first:
+            reads.append(read)
+    return reads
 
 
 def _beside_output(t: Any, output: Tensor) -> Any:
@@ -235,10 +406,14 @@ def _multiplied(output: Tensor, input: Any, other: Any, *, out: None = None) -> 
     ]
 
 
-# Linear in the numerator alone.
 def _divided(output: Tensor, input: Any, other: Any, *, out: None = None) -> Any:
-    denominator = _beside_output(other, output)
-    return [[TableRead(input, output.shape, torch.div, [denominator])]]
+    a = _beside_output(input, output)
+    b = _beside_output(other, output)
+    of_denominator: Products = lambda g, a, b: -g * a / b.square()  # noqa: E731
+    return [
+        [TableRead(input, output.shape, torch.div, [b])],
+        [TableRead(other, output.shape, of_denominator, [a, b], own_block=False)],
+    ]
 
 
 def _chosen(output: Tensor, condition: Any, input: Any, other: Any, *, out: None = None) -> Any:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.contexts import Endings
-from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
+from curvlinops_plus.layer.broadcast import TableRead, WeightRead, mask_to_expand, with_mask
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.recurrent_functions import RecurrentRead, recurrent_read
-from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.layer.rule import GENERIC, AffineRule
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.found_reads import ParameterProduct
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
@@ -23,7 +23,7 @@ from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.preserve import own_calls
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.routes import GatheredRows
-from curvlinops_plus.risk.tables import Place, Tables, tensors_in
+from curvlinops_plus.risk.tables import Place, Tables, is_one_tensor, tensors_in
 
 
 @dataclass(eq=False)
@@ -32,11 +32,13 @@ class _Frame:
 
     Attributes:
         answers: Keys of the parameters that its rule is for.
+        again: Whether that runs the module again for each example.
         rows: Whether it takes and returns rows of examples; the model itself does.
     """
 
     name: str
     answers: set[str]
+    again: bool
     rows: bool = True
 
 
@@ -48,24 +50,41 @@ class ParameterRead:
         frames: The modules that run, outermost first, without the one that answers for the
             parameter.
         answered: Whether there is one that answers.
+        again: Whether it runs again for that.
         product: What it computes, if there is a rule for that, and all parameters that it reads
             for it.
         broadcasts: Where it, or a table that is made of what it returns, is broadcast over
             examples.
+        computes: Where they are read as weights that are computed are: in ways that leave the
+            parameter in the block of its module.
         is_mixed: Whether the parameter or such a table meets examples in any other way.
+        nodes: The graph's nodes of what it returned.
     """
 
     key: str
     frames: list[_Frame]
     answered: bool
+    again: bool = False
     product: ParameterProduct | None = None
     broadcasts: list[Place] = field(default_factory=list)
+    computes: list[Place] = field(default_factory=list)
     is_mixed: bool = False
+    nodes: list[Any] = field(default_factory=list)
 
     @property
     def is_broadcast(self) -> bool:
         """Whether all that the model does with it is broadcasting."""
-        return bool(self.broadcasts) and not self.is_mixed
+        return bool(self.broadcasts) and not (self.computes or self.is_mixed)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it gives the gradients of each example without a module that runs again."""
+        return not self.is_mixed or (self.answered and not self.again)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing was seen of what becomes of it."""
+        return not (self.broadcasts or self.computes or self.is_mixed)
 
 
 class DryPass:
@@ -84,6 +103,7 @@ class DryPass:
             them: of modules that are not called, such as what an `nn.ParameterDict` holds for an
             autograd function, or that run under `torch.no_grad()`, as in a solver by the adjoint
             method.
+        of_attention: Keys of the parameters that functions inside of attention read.
         of_gathered: Keys of the parameters of layers that see gathered rows.
         moves_rows: Whether layers see rows in another order than that of the examples, or another
             number of each of them.
@@ -93,7 +113,7 @@ class DryPass:
         self.risk = risk
         self.uses = uses
         attention = [use for use in uses if use.function is not None]
-        self._of_attention = {key for use in attention for key in use.keys.values()}
+        self.of_attention = {key for use in attention for key in use.keys.values()}
         few = _few(risk.model, batch)
         try:
             self._run(few or batch)
@@ -137,40 +157,46 @@ class DryPass:
             for key, reads in self._unseen_reads.items():
                 if key in self.reads or all(read.is_broadcast for read in reads):
                     self.reads.setdefault(key, []).extend(reads)
-            self.unseen = self._reached(outputs)
+            self._follow(outputs)
 
         self.risk.at(self._free, run)
 
-    def _reached(self, outputs: Iterable[Tensor]) -> set[str]:
-        """Keys of the parameters in the graph of the outputs that nothing was seen to read with a
-        graph, of modules that were not called or ran without.
+    def _follow(self, outputs: Iterable[Tensor]) -> None:
+        """Look in the graph of the outputs for parameters that nothing was seen to read with a
+        graph, of modules that were not called or ran without, and for what was lost sight of.
         """
         idle = [use for use in self.uses if use.without_rule and use.name not in self._called]
         unread = {key for use in idle for key in use.keys.values()} | self._without_graph
         unread -= self.reads.keys()
-        key_of = {id(self._free[key]): key for key in unread}
-        reached: set[str] = set()
-        nodes = [t.grad_fn for t in outputs if unread]
+        lost = [read for reads in self.reads.values() for read in reads if read.is_lost]
+        nodes = [t.grad_fn for t in outputs if unread or lost]
         visited: set[Any] = {None}
         while nodes:
             node: Any = nodes.pop()
             if node not in visited:
                 visited.add(node)
-                reached.add(key_of.get(id(getattr(node, "variable", None)), ""))
                 nodes += [earlier for earlier, _ in node.next_functions]
-        return reached & unread
+        variables = {id(getattr(node, "variable", None)) for node in visited}
+        self.unseen = {key for key in unread if id(self._free[key]) in variables}
+        for read in lost:
+            read.is_mixed = not visited.isdisjoint(read.nodes)
+        for reads in self.reads.values():
+            for read in reads:
+                read.nodes.clear()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._called.add(name)
         answers: set[str] = set()
+        again = False
         for use in self.uses:
             if use.name == name and use.function is None and not use.without_rule:
                 places = use.places(module)
                 if all(m._parameters.get(n) is self._free[key] for m, n, key in places):
                     answers |= {*use.keys.values()}
+                    again |= use.rule is GENERIC
         if not torch.is_grad_enabled():
             self._without_graph |= answers
-        self._stack.append(_Frame(name, answers))
+        self._stack.append(_Frame(name, answers, again))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
@@ -232,8 +258,12 @@ class DryPass:
         self._views.select(function, args, out)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
-        if self._stack:  # a training loop's pass is recorded in the model, not behind it
+        # A training loop's pass is recorded in the model, not behind it.
+        if outputs and self._stack and (sources is None or is_one_tensor(inputs)):
             reads = self._tables.reads(function, args, kwargs, out, self._examples, self._rows)
+        for table_read, _ in reads:
+            if isinstance(table_read, WeightRead):
+                self._look_at_rows(table_read.call.input, ())
         # Others give shapes, detached copies, and views of parameters.
         if not reads and all(self._views.key(t) is not None for t in outputs):
             if not outputs and sources is not None:
@@ -247,7 +277,7 @@ class DryPass:
             for key in product.keys.values():
                 read = self._now[key]
                 read.product = product
-                in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
+                in_attention = product.function in (LINEAR, BIAS) and key in self.of_attention
                 read.answered |= in_attention
         recurrent = recurrent_read(function, args, kwargs)
         if recurrent is not None:
@@ -255,6 +285,7 @@ class DryPass:
             for key in () if product is None else product.keys.values():
                 self._now[key].product = product
         for key, read in self._now.items():
+            read.nodes += [t.grad_fn for t in outputs]
             self.reads.setdefault(key, []).append(read)
         if not reads and sources is not None:
             self._tables.add(out, sources)
@@ -267,17 +298,18 @@ class DryPass:
         """The read of a parameter in the modules that run."""
         answering = [key in frame.answers for frame in self._stack]
         if any(answering):
-            return ParameterRead(key, self._stack[: answering.index(True)], True)
+            depth = answering.index(True)
+            return ParameterRead(key, self._stack[:depth], True, self._stack[depth].again)
         return ParameterRead(key, [*self._stack], False)
 
     def _note_tables(
-        self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead, Place]]
+        self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead | WeightRead, Place]]
     ) -> None:
         """Note that tables are broadcast in a call, or meet examples in another way."""
         seen: set[ParameterRead] = set()
         for table_read, place in reads:
             for read in self._tables.of(table_read.table) or ():
-                read.broadcasts.append(place)
+                (read.broadcasts if table_read.own_block else read.computes).append(place)
                 seen.add(read)
         for t in inputs:
             for read in self._tables.of(t) or ():
@@ -363,21 +395,22 @@ class DryPass:
 
 
 def _few(model: nn.Module, batch: Batch) -> Batch | None:
-    """Some examples of a batch, whose number says of most axes whether they carry examples; None
-    for all.
+    """Some examples of a batch, or some of them twice, whose number says of most axes whether they
+    carry examples; None for all.
 
     The number divides no size of parameters and buffers, and none behind the examples in the input;
     where there is no such number, it divides as few of them as possible. It is a prime: then it
     divides no product of such sizes either, as axes have that the model puts together.
     """
-    numbers = [n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n <= batch.num_examples]
+    N = batch.num_examples
+    numbers = [n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n <= 2 * N + 1]
     if not numbers:
         return None
     inputs = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
-    sizes = {size for t in inputs for size in t.shape} - {batch.num_examples}
+    sizes = {size for t in inputs for size in t.shape} - {N}
     sizes |= {size for t in (*model.parameters(), *model.buffers()) for size in t.shape}
 
     def confused(number: int) -> int:
         return sum(size % number == 0 for size in sizes)
 
-    return take_examples(batch, range(min(numbers, key=confused)))
+    return take_examples(batch, [k % N for k in range(min(numbers, key=confused))])

@@ -32,7 +32,9 @@ class FoundReads:
             did not.
         broadcast: Keys of parameters that functions broadcast over examples, each with where they
             do.
-        instead: Keys of those of them where this is taken instead of the calls of a module with a
+        computed: Keys of parameters that functions broadcast, or multiply with as weights,
+            themselves or in tables, of modules that would run again else; each with where they do.
+        instead: Keys of broadcast ones where this is taken instead of the calls of a module with a
             rule of its own.
         gathered: Whether layers see rows that were gathered from those of the examples, as in
             mixtures of experts: passes follow where rows come from.
@@ -42,6 +44,7 @@ class FoundReads:
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     broadcast: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     instead: Sequence[str] = ()
     gathered: bool = False
 
@@ -58,18 +61,20 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
         "products": products,
         "enclosing": dict(reads.enclosing),
         "broadcast": {key: _lists(places) for key, places in reads.broadcast.items()},
+        "computed": {key: _lists(places) for key, places in reads.computed.items()},
         "instead": [*reads.instead],
         "gathered": reads.gathered,
     }
 
 
-def extent(described: Mapping[str, Any]) -> tuple[int, int, int, bool]:
+def extent(described: Mapping[str, Any]) -> tuple[int, int, int, bool, int]:
     """How far somebody has looked who describes reads so: the more parameters are enclosed, in the
-    larger modules.
+    larger modules, of which more run again.
     """
     depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
     number = len(described["products"]) + len(described["broadcast"])
-    return len(depths), -sum(depths), number, described["gathered"]
+    again = -len(described["computed"])
+    return len(depths), -sum(depths), number, described["gathered"], again
 
 
 def rebuild_reads(params: Collection[str], data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -86,7 +91,9 @@ def rebuild_reads(params: Collection[str], data: Mapping[str, Any] | None) -> Fo
         function = Function(**described["function"] | {"options": options})
         products.append(ParameterProduct(function, dict(described["keys"])))
     keys = {key for product in products for key in product.keys.values()}
-    missing = (keys | data["enclosing"].keys() | data["broadcast"].keys()) - {*params}
+    computed = data.get("computed", {})  # states of before have none
+    keys |= data["enclosing"].keys() | data["broadcast"].keys() | computed.keys()
+    missing = keys - {*params}
     if missing:
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
@@ -95,6 +102,7 @@ def rebuild_reads(params: Collection[str], data: Mapping[str, Any] | None) -> Fo
         tuple(products),
         dict(data["enclosing"]),
         broadcast={key: _tuples(places) for key, places in data["broadcast"].items()},
+        computed={key: _tuples(places) for key, places in computed.items()},
         instead=[*data["instead"]],
         gathered=data["gathered"],
     )

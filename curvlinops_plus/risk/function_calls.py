@@ -36,8 +36,16 @@ def _body(original: Any) -> Callable[..., Any]:
     return body
 
 
+#: What tensors say of themselves, which returns none.
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_sparse")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
+}
+
+
 class FunctionCalls(TorchFunctionMode):
-    """While active, shows every call of a torch function, those inside
+    """While active, shows every call of a torch function that may return tensors, those inside
     `F.multi_head_attention_forward` included.
 
     Costs a few microseconds per call.
@@ -55,6 +63,8 @@ class FunctionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _FACTS:
+            return func(*args, **kwargs)
         outer = self.examples
         # Activation checkpointing runs the model again inside of `grad`, and must see the same
         # graph.

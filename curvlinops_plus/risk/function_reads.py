@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from curvlinops_plus.risk.layers import (
     Layer,
     find_layers,
     find_uses,
+    uses_with_reads,
 )
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -91,11 +93,12 @@ def look_for_functions(
             if batch is None:  # other processes have examples, and tell what they find
                 return
             for keys in attempts:
-                risk.reads = find_functions(risk, batch, keys, previous)
+                risk.reads = find_functions(risk, batch, keys, None if is_new else previous)
                 explains = is_new and (risk.reads.products or risk.reads.broadcast)
                 explains = explains or risk.reads.gathered != previous.gathered
-                now = risk.reads.instead, risk.reads.enclosing
-                if explains or now != (previous.instead, previous.enclosing):
+                now = risk.reads.instead, risk.reads.enclosing, {*risk.reads.computed}
+                before = previous.instead, previous.enclosing, {*previous.computed}
+                if explains or now != before:
                     return
     if error is not None:
         raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
@@ -138,15 +141,22 @@ def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -
 
 
 def find_functions(
-    risk: EmpiricalRisk, batch: Batch, failed: Collection[str], previous: FoundReads
+    risk: EmpiricalRisk, batch: Batch, failed: Collection[str], previous: FoundReads | None
 ) -> FoundReads:
     """How functions read parameters outside of modules with rules, from one batch.
 
     Args:
-        failed: Keys of parameters whose gradients are wrong by what is known: the next module
-            around gives them.
-        previous: What was found before. A parameter that a module encloses gets no smaller one.
+        failed: Keys of parameters whose gradients are wrong by what is known: of those in tables
+            the module gives them that they were spared, of others the next one around.
+        previous: What was found before, if somebody has looked. A parameter that a module encloses
+            gets no smaller one.
     """
+    never = {*failed}
+    if previous is None:
+        previous = FoundReads()
+    else:
+        never |= risk.params.keys() - previous.computed.keys()
+    failed = [key for key in failed if key not in previous.computed]
     dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
     outside = {
         key: [read for read in reads if not read.answered] for key, reads in dry.reads.items()
@@ -201,7 +211,32 @@ def find_functions(
     }
     by_product = {key for product in products for key in product.keys.values()}
     kept = [key for key in instead if key in broadcast or key in by_product]
-    return FoundReads(tuple(products), enclosing, tried, broadcast, kept, gathered)
+    found = FoundReads(tuple(products), enclosing, tried, broadcast, {}, kept, gathered)
+    return replace(found, computed=_keys_of_tables(risk, dry, found, never))
+
+
+def _keys_of_tables(
+    risk: EmpiricalRisk, dry: DryPass, found: FoundReads, never: Collection[str]
+) -> dict[str, tuple[Any, ...]]:
+    """Keys of parameters in tables, each with where they are read, of the modules that need not run
+    again because all of theirs are.
+
+    Args:
+        never: Keys of others.
+    """
+    places: dict[str, tuple[Any, ...]] = {}
+    for key, reads in dry.reads.items():
+        if key in never or key in dry.of_attention:
+            continue
+        if all(read.is_known for read in reads):
+            outside = [read for read in reads if not read.answered or read.again]
+            of_key = [place for read in outside for place in (*read.broadcasts, *read.computes)]
+            places[key] = tuple(dict.fromkeys(of_key))
+    computed: dict[str, tuple[Any, ...]] = {}
+    for use in uses_with_reads(risk.model, risk.params, dry.uses, found):
+        if use.runs_again and all(places.get(key) for key in use.keys.values()):
+            computed |= {key: places[key] for key in use.keys.values()}
+    return computed
 
 
 def _broadcast(

@@ -130,6 +130,15 @@ class Layer:
         return type(self.uses[0].owner).__name__
 
     @property
+    def named_uses(self) -> Sequence[ModuleUse]:
+        """The uses that a choice for the layer may name; not those beside a use of all parameters
+        as tables.
+        """
+        first = self.uses[0]
+        is_whole = isinstance(first.rule, BroadcastRule) and len(first.keys) == len(self.params)
+        return [first] if is_whole else self.uses
+
+    @property
     def tied(self) -> bool:
         """Whether several modules read the same parameter."""
         return len(self.uses) > 1
@@ -154,9 +163,11 @@ def find_layers(
         reads: What is known of reads by functions, see `layers_of`.
         uses: What `find_uses` finds, if somebody has looked.
     """
-    uses = find_uses(model, params) if uses is None else uses
+    uses_of_modules = find_uses(model, params) if uses is None else uses
+    uses = uses_of_modules
     if reads is not None:
-        uses = _with_reads(model, params, uses, reads)
+        uses = uses_with_reads(model, params, uses, reads)
+        uses = [part for use in uses for part in _by_tables(use, uses_of_modules, reads)]
     layers = []
     pending = [*uses]
     while pending:
@@ -180,11 +191,13 @@ def find_layers(
     return layers
 
 
-def _with_reads(
+def uses_with_reads(
     model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], reads: FoundReads
 ) -> list[ModuleUse]:
     """The uses of modules, each followed by products that read its parameters; modules that enclose
     reads come last.
+
+    They say which parameters share a block.
     """
     # Names of modules, each with the local names and keys of the parameters read inside.
     enclosing: dict[str, dict[str, str]] = {}
@@ -223,6 +236,25 @@ def _with_reads(
         module = model.get_submodule(name)
         merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
     return merged
+
+
+def _by_tables(
+    use: ModuleUse, uses_of_modules: Sequence[ModuleUse], reads: FoundReads
+) -> list[ModuleUse]:
+    """A use whose module runs again, without that if all of its parameters are in tables; and what
+    modules with rules do with them beside. The block stays what it is.
+    """
+    keys = {*use.keys.values()}
+    if not use.runs_again or not keys <= reads.computed.keys():
+        return [use]
+    places = dict.fromkeys(place for key in use.keys.values() for place in reads.computed[key])
+    function = Function("broadcast", tuple(places))
+    parts = [replace(use, rule=BroadcastRule(), function=function)]
+    for other in uses_of_modules:
+        shared = {local: key for local, key in other.keys.items() if key in keys}
+        if shared and other.rule is not GENERIC:
+            parts.append(replace(other, keys=shared))
+    return parts
 
 
 def _use_of_product(
@@ -363,6 +395,11 @@ class ModuleUse:
     def without_rule(self) -> bool:
         """Whether nothing is known of the module but that it holds the parameters."""
         return self.rule is GENERIC and not is_parametrized(self.module)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the module runs again for each example."""
+        return self.rule is GENERIC or isinstance(self.rule, EnclosedRule)
 
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:

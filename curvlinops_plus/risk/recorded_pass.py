@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.broadcast import BroadcastRule
 from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
@@ -96,6 +97,18 @@ class RecordedPass:
     def edges(self) -> list[Any]:
         """Where gradients arrive, of all calls."""
         return [output.edge for call in self.calls for output in call.outputs]
+
+    @property
+    def outlives_graph(self) -> bool:
+        """Whether a backward pass that frees its graph takes that of a table before the layer has
+        all of its gradients, which come from several calls.
+        """
+        for calls in self.by_layer.values():
+            for call in calls if len(calls) > 1 else ():
+                rule = call.rule
+                if isinstance(rule, BroadcastRule) and any(t.is_computed for t in rule.tables):
+                    return True
+        return False
 
     def forget_graph(self) -> None:
         """Calls may be kept for another sweep, but not their graph."""

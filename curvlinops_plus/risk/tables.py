@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
-from curvlinops_plus.layer.broadcast import BroadcastRule, TableOfPass, TableRead, table_reads
+from curvlinops_plus.layer.broadcast import (
+    BroadcastRule,
+    TableOfPass,
+    TableRead,
+    WeightRead,
+    table_reads,
+)
 from curvlinops_plus.risk.calls import OutsideReads, title
 from curvlinops_plus.risk.routes import GatheredRows
 
@@ -147,10 +153,16 @@ class Tables:
                 self._add_held(part)
 
     def _add(self, t: Any, sources: tuple[Any, ...]) -> None:
-        if isinstance(t, Tensor) and not t.is_inference():
-            self._tables[id(t)] = _Table(t, t._version, sources, t.requires_grad)
-            if t.grad_fn is not None:
-                self._nodes[t.grad_fn] = sources
+        if not isinstance(t, Tensor) or t.is_inference():
+            return
+        before = self._tables.get(id(t))
+        self._tables[id(t)] = _Table(t, t._version, sources, t.requires_grad)
+        if t.grad_fn is not None:
+            self._nodes[t.grad_fn] = sources
+        base = self._tables.get(id(t._base))
+        # What was written to a table by its view leaves it one.
+        if before is not None and base is not None and base.version == before.version < t._version:
+            self._add(base.tensor, tuple(dict.fromkeys((*base.sources, *sources))))
 
     def reads(
         self,
@@ -161,7 +173,7 @@ class Tables:
         num_examples: int,
         rows: GatheredRows | None = None,
         known: Mapping[Any, Collection[Place]] | None = None,
-    ) -> list[tuple[TableRead, Place]]:
+    ) -> list[tuple[TableRead | WeightRead, Place]]:
         """The tables with parameters in them that a call broadcasts over examples.
 
         Args:
@@ -297,27 +309,32 @@ class BroadcastUses:
             return TableCall(_run(function, args, kwargs, rows))
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
-        sources = tables.of_all(inputs)
-        keys = dict.fromkeys(key for t in inputs for key in tables.of(t) or ())
+        made_of = [tables.of(t) for t in inputs]
+        is_table = None not in made_of
+        keys = dict.fromkeys(key for sources in made_of for key in sources or ())
         if not keys:
             output = _run(function, args, kwargs, rows)
-            if sources is not None:
+            if is_table:
                 tables.add(output, ())
             return TableCall(output)
         if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
         output = _run(function, args, kwargs, rows)
-        reads = tables.reads(function, args, kwargs, output, num_examples, rows, self._places)
-        if reads and axis in (None, reads[0][1][1][1]):
-            is_ragged = rows is not None and rows.moves_rows(output)
-            size = output.shape[reads[0][1][1][1]]
-            return self._read(output, reads, 1 if is_ragged else size // num_examples)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
         )
-        if sources is not None and not reads:
-            tables.add(output, sources if leads_back else ())
-        elif leads_back and self._backward:
+        reads = []
+        if leads_back and (not is_table or is_one_tensor(inputs)):
+            reads = tables.reads(function, args, kwargs, output, num_examples, rows, self._places)
+        read_keys = {key for read, _ in reads for key in tables.of(read.table) or ()}
+        if read_keys == keys.keys() and axis in (None, reads[0][1][1][1]):
+            on = reads[0][1][1][1]
+            # Rows that are followed are treated one by one.
+            one_by_one = rows is not None and on == 0 and rows.places(output) is not None
+            return self._read(output, reads, 1 if one_by_one else output.shape[on] // num_examples)
+        if is_table and not reads:
+            tables.add(output, tuple(keys) if leads_back else ())
+        elif leads_back and self._backward and _has_numbers(output):
             return TableCall(output, outside=self._outside(function, [*keys]))
         return TableCall(output)
 
@@ -343,24 +360,26 @@ class BroadcastUses:
         return self._leaves[key]
 
     def _read(
-        self, output: Any, reads: Sequence[tuple[TableRead, Place]], positions: int
+        self,
+        output: Any,
+        reads: Sequence[tuple[TableRead | WeightRead, Place]],
+        positions: int,
     ) -> TableCall:
         """The layers that a call reads, each with its tables, along an axis with so many positions
-        of each example, or with ragged rows.
+        of each example, or rows that are followed.
         """
         _, (_, axis) = reads[0][1]
-        layers: list[tuple[int, ModuleUse, BroadcastRule]] = []
+        tables_of: dict[tuple[int, ModuleUse], list[TableOfPass]] = {}
         for read, _ in reads:
+            sources: dict[tuple[int, ModuleUse], dict[str, Tensor]] = {}
             for key in self.tables.of(read.table) or ():
                 index, use, name = self._uses[key]
                 source = self._leaves.get(key, self._params[key])
-                table = TableOfPass(read, axis, positions, source, self._resumed)
-                # Scale and shift of a norm belong to one layer.
-                rules = [rule for _, other, rule in layers if other is use]
-                if rules and name not in rules[-1].tables:
-                    rules[-1].tables[name] = table
-                else:
-                    layers.append((index, use, BroadcastRule({name: table})))
+                sources.setdefault((index, use), {})[name] = source
+            for layer, named in sources.items():
+                table = TableOfPass(read, axis, positions, named, self._resumed)
+                tables_of.setdefault(layer, []).append(table)
+        layers = [(*layer, BroadcastRule(tables)) for layer, tables in tables_of.items()]
         return TableCall(output, layers, reads[0][0].inputs, axis)
 
     def _outside(self, function: Any, keys: Sequence[str]) -> _Outside:
@@ -372,6 +391,18 @@ class BroadcastUses:
             "restructure that part of the model."
         )
         return _Outside(use, OutsideReads(message, keys))
+
+
+def _has_numbers(output: Any) -> bool:
+    """Not so of an expert that sees no row: no gradient comes back through it."""
+    return any(isinstance(t, Tensor) and t.numel() for t in tree_leaves(output))
+
+
+def is_one_tensor(inputs: Sequence[Tensor]) -> bool:
+    """Whether a call may make copies for all examples; of several tables it makes a table, though
+    one of them may have as many rows as there are examples.
+    """
+    return len(inputs) == 1
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -238,7 +238,7 @@ class WrongInTheEnd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         scale = x.mean(0) if int(self.calls) > 4 else 1.0
-        return (x * scale) @ self.weight.tanh().T
+        return torch.cdist(x * scale, self.weight)
 
 
 @pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")

@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "mul": (Tensor.mul, lambda t: (t, X), [(1, 1, 3)], {}),
     "of fewer axes": (Tensor.mul, lambda t: (X[:, 0, 0, None, None], t), [(2, 3)], {}),
     "torch.div": (torch.div, lambda t: (t, X + 9), [(3,)], {}),
+    "denominator": (torch.div, lambda t: (X, t), [(4, 1)], {}),
     "__truediv__": (Tensor.__truediv__, lambda t: (t, X + 9), [(4, 1)], {}),
     "torch.where": (torch.where, lambda t: (X > 0, t, X), [(3,)], {}),
     "torch.where, the other": (torch.where, lambda t: (X[..., :1] > 0, X, t), [(4, 1)], {}),
@@ -48,6 +49,14 @@ CASES: dict[str, Case] = {
     "tile": (torch.tile, lambda t: (t, (N, 4, 1)), [(1, 3)], {}),
     "linear": (F.linear, lambda t: (X, normal(2, 3), t), [(2,)], {}),
     "conv1d": (F.conv1d, lambda t: (X, normal(2, 4, 2), t), [(2,)], {"padding": 1}),
+    "linear, weight": (F.linear, lambda w, t: (X, w, t), [(2, 3), (2,)], {}),
+    "linear, of one axis": (F.linear, lambda w: (X[:, 0], w), [(2, 3)], {}),
+    "conv1d, weight": (F.conv1d, lambda w: (X, w), [(2, 2, 2)], {"stride": 2, "groups": 2}),
+    "conv1d, both": (F.conv1d, lambda w, t: (X, w, t), [(2, 4, 3), (2,)], {"padding": "same"}),
+    "embedding": (F.embedding, lambda w: (X.mul(9).long() % 6, w), [(6, 2)], {"padding_idx": 1}),
+    "torch.matmul": (torch.matmul, lambda w: (X, w), [(3, 2)], {}),
+    "torch.mm": (torch.mm, lambda w: (X[:, 0], w), [(3, 2)], {}),
+    "addmm": (torch.addmm, lambda w: (X[0, 0], X[:, 0], w), [(3, 3)], {}),
     "layer_norm": (F.layer_norm, lambda w, b: (X, (3,), w, b), [(3,), (3,)], {"eps": 0.1}),
     "layer_norm, two axes": (
         torch.layer_norm,
@@ -90,15 +99,15 @@ def test_gradients_of_each_example(name: str) -> None:
     output = function(*arguments(*tables), **options)
     g = normal(V, *output.shape, seed=3)
     args = arguments(*tables)
-    ways = [
-        reads
-        for reads in table_reads(function, args, options, output)
-        if all(any(read.table is t for t in tables) for read in reads)
-    ]
+    ways = []
+    for reads in table_reads(function, args, options, output):
+        of_tables = [read for read in reads if any(read.table is t for t in tables)]
+        if len(of_tables) == len(tables):
+            ways.append(of_tables)
     assert len(ways) == 1
     (reads,) = ways
     assert [read.example_axes(N) for read in reads] == [[0]] * len(tables)
-    rule = BroadcastRule({f"p{k}": TableOfPass(r, 0, 1, r.table) for k, r in enumerate(reads)})
+    rule = BroadcastRule([TableOfPass(r, 0, 1, {f"p{k}": r.table}) for k, r in enumerate(reads)])
     module: Any = None
     ours = rule.per_example_grads(module, reads[0].inputs, {}, g)
     for k, read in enumerate(reads):
@@ -122,7 +131,7 @@ def test_tables_that_were_computed_and_several_positions() -> None:
     x = normal(2 * N, 2, 3, seed=2)
     output = x * table
     (_, (read,)) = table_reads(torch.mul, (x, table), {}, output)
-    rule = BroadcastRule({"weight": TableOfPass(read, 0, 2, w)})
+    rule = BroadcastRule([TableOfPass(read, 0, 2, {"weight": w})])
     g = normal(1, 2 * N, 2, 3, seed=4)
     module: Any = None
     ours = rule.per_example_grads(module, (x,), {}, g)["weight"]
@@ -130,6 +139,30 @@ def test_tables_that_were_computed_and_several_positions() -> None:
         rows = slice(2 * n, 2 * n + 2)
         (expected,) = torch.autograd.grad(output[rows], w, g[0, rows], retain_graph=True)
         close(ours[0, n], expected)
+
+
+@pytest.mark.parametrize("function", [F.linear, F.conv1d])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_weights_and_several_positions(function: Any, pieces: bool) -> None:
+    w = made((3, 4, 2) if function is F.conv1d else (2, 3), 1)
+    b = made((len(w),), 3)
+    x = normal(2 * N, 4, 3, seed=2)
+    output = function(x, 2 * w, b)
+    ((of_weight, of_bias),) = table_reads(function, (x, weight := 2 * w, b), {}, output)
+    assert of_weight.table is weight
+    tables = [TableOfPass(of_weight, 0, 2, {"w": w}), TableOfPass(of_bias, 0, 2, {"b": b})]
+    rule = BroadcastRule(tables)
+    g = normal(V, *output.shape, seed=4)
+    if pieces:
+        rule.max_bytes = 3 * sum(table.bytes_on_the_way(g) for table in tables)
+    module: Any = None
+    ours = rule.per_example_grads(module, of_weight.inputs, {}, g)
+    for v in range(V):
+        for n in range(N):
+            rows = slice(2 * n, 2 * n + 2)
+            expected = torch.autograd.grad(output[rows], (w, b), g[v, rows], retain_graph=True)
+            close(ours["w"][v, n], expected[0])
+            close(ours["b"][v, n], expected[1])
 
 
 def test_operations_that_can_t_be_vectorised() -> None:
@@ -147,7 +180,7 @@ def test_operations_that_can_t_be_vectorised() -> None:
     read = TableRead(table, (N, 3), torch.clone)
     g = normal(V, N, 3, seed=4)
     module: Any = None
-    rule = BroadcastRule({"bias": TableOfPass(read, 0, 1, w)})
+    rule = BroadcastRule([TableOfPass(read, 0, 1, {"bias": w})])
     close(rule.per_example_grads(module, (), {}, g)["bias"], 2 * g)
 
 

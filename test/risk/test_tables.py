@@ -145,6 +145,32 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "scaled bias of a convolution": lambda: Part(
         lambda s, x: F.conv1d(x.mT, s.w, 2 * s.b).mT, w=(4, 4, 2), b=(4,)
     ),
+    "a computed matrix": lambda: Part(
+        lambda s, x: F.linear(x, s.g * s.v / s.v.norm(dim=1, keepdim=True), s.b),
+        v=(4, 4),
+        g=(4, 1),
+        b=(4,),
+    ),
+    "a product as a matrix": lambda: Part(lambda s, x: x @ (s.a @ s.b), a=(4, 2), b=(2, 4)),
+    "a rounded kernel": lambda: Part(
+        lambda s, x: F.conv1d(x.mT, s.w + (s.w.round(decimals=1) - s.w).detach(), s.b, 1, 1).mT,
+        w=(4, 4, 3),
+        b=(4,),
+    ),
+    "a computed table of tokens": lambda: Part(
+        lambda s, x: F.embedding((x[..., 0] > 0).long() + 1, s.a @ s.b, 2) * x, a=(3, 2), b=(2, 4)
+    ),
+    "denominator": lambda: Part(lambda s, x: x / s.w.exp() / (2 + s.w), w=(4,)),
+    "windows of a computed matrix": lambda: Part(
+        lambda s, x: (x.flatten(0, 1) @ s.w.tanh()).unflatten(0, (-1, 4)), w=(4, 4)
+    ),
+    "frames of a computed kernel": lambda: Part(
+        lambda s, x: (
+            F.conv1d(x.flatten(0, 1)[:, None], s.w.tanh(), None, 1, 1).unflatten(0, (-1, 4)).mean(2)
+        ),
+        w=(2, 1, 3),
+    ),
+    "expanded matrix": lambda: Part(lambda s, x: x @ (s.w.expand(4, 4) + s.index.tanh()), w=(1, 4)),
     "windows": lambda: Part(windows, w=(4,), b=(1, 2, 4)),
     "two parameters in a table": lambda: Part(lambda s, x: x + (s.a + s.b), a=(4, 1), b=(1, 4)),
     "a table of a table": lambda: Part(
@@ -291,13 +317,19 @@ def test_training_with_dropout(name: str) -> None:
     assert not risk.reads.enclosing
 
 
+AS_MANY = ["a table of a table", "two parameters in a table", "windows", "expanded matrix"]
+AS_MANY += ["a computed matrix", "a rounded kernel"]
+
+
 @pytest.mark.parametrize("N", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["a table of a table", "two parameters in a table", "windows"])
-def test_as_many_examples_as_other_things(name: str, N: int) -> None:
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", AS_MANY)
+def test_as_many_examples_as_other_things(name: str, check: bool, N: int) -> None:
     """Axes of other things may look like axes of examples."""
     model = network(name)
-    data = [(normal(n, 4, 4, seed=n), normal(n, 2, seed=9)) for n in (N, 5, 4)]
-    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    sizes = (N, 5, 4) if check else (N, N)
+    data = [(normal(n, 4, 4, seed=n), normal(n, 2, seed=9)) for n in sizes]
+    risk = EmpiricalRisk(model, nn.MSELoss(), data, check=check)
     J = torch.cat([rows_of(model(X), [*model.parameters()]) for X, _ in data])
     close(curvature(risk, DiagonalBlock).diagonal(), 2 * J.square().sum(0) / len(J))
     assert risk.reads is not None
