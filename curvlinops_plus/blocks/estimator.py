@@ -284,6 +284,7 @@ class CurvatureEstimator:
                 self.risk, layers, self.vectors, repeatable=False, ignored=ignored
             )
         recorder.own_pass = own_pass
+        recorder.may_learn = not self.updates
         recorder.weights = self._weights
         return recorder
 

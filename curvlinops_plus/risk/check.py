@@ -69,7 +69,7 @@ def check_batch(
 
     A batch is of a new kind if other layers are called, if layers return one row for all examples
     where they didn't before, or get examples in other inputs. Which vectors are sent back makes no
-    difference.
+    difference. If a stream begins with one example, two copies of it are compared.
 
     Args:
         outputs: Of the recorded pass, with their graph.
@@ -90,7 +90,9 @@ def check_batch(
     """
     checked = risk.checked
     checked.batches += 1
-    kind = recorder.reads, frozenset(recorder.last.kinds), batch.num_examples > 1, recorder.backward
+    is_copied = batch.num_examples == 1 and recorder.may_learn
+    examples = batch.num_examples > 1, is_copied
+    kind = recorder.reads, frozenset(recorder.last.kinds), examples, recorder.backward
     is_known = kind in checked.kinds and checked.batches not in _REGULARLY
     # Of experts, other ones run in every batch: each of them is compared once.
     is_known = is_known and recorder.visited <= checked.compared
@@ -155,6 +157,10 @@ class _BatchCheck:
         # Those first that visit an expert which was not compared.
         order = [*dict.fromkeys([*self._visitors(), *order])]
         numbers = [n for n in _FEW if n < N] or [N]
+        if N == 1 and self.recorder.may_learn:
+            # All axes of size one look alike: two copies of the example tell which carries them.
+            order = [0, 0]
+            numbers = [2]
         disagreement: OutsideReads | None = None
         # The model and the batch's own recording stay as they are.
         modules = [*self.risk.model.modules()]
@@ -307,9 +313,9 @@ class _BatchCheck:
         """Require that calls have the examples in the same inputs whatever the number of examples.
 
         A table of T rows looks like a row for each example in a batch of T examples, and in no
-        other.
+        other. Of one example, all tables of one row do, and are right.
         """
-        if small.last.num_examples == self.batch.num_examples:
+        if self.batch.num_examples in (1, small.last.num_examples):
             return
         for layer in small.layers:
             for use in layer.uses:
@@ -454,13 +460,15 @@ class _BatchCheck:
         owner = "EmpiricalRisk" if self.recorder.repeatable else "KFACOptimizer"
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
+        examples = f"{small.last.num_examples} of {self.batch.num_examples} examples"
+        if small.last.num_examples > self.batch.num_examples:
+            examples = "two copies of the example"
         return OutsideReads(
             f"{layer.title} ({layer.type_name}): gradients of {list(layer.params)} for "
-            f"{small.last.num_examples} of {self.batch.num_examples} examples have norm "
-            f"{norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and differ by "
-            f"{wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or restructure "
-            f"that part of the model. {owner}(..., check=False) continues without this check; "
-            "results may be wrong.",
+            f"{examples} have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by "
+            f"autograd, and differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of "
+            f"`params`, or restructure that part of the model. {owner}(..., check=False) continues "
+            "without this check; results may be wrong.",
             [key for norms in wrong for key in norms.layer.params],
         )
 

@@ -117,6 +117,8 @@ class Recorder:
             that shows: where recording would raise, or expand one row for all examples to one for
             each, the rest is left alone. Modes are set by whoever makes them.
         repeatable: Whether two evaluations of the model have to agree; not so in training loops.
+        may_learn: Whether other layers can still be taken if this batch shows that these are wrong,
+            but not after it.
         params: What the modules have in place of the layers' parameters while they run, by key;
             default: these.
         ignored: Layers whose calls are not recorded.
@@ -149,6 +151,7 @@ class Recorder:
         self.weights = weights
         self.own_pass = own_pass
         self.repeatable = repeatable
+        self.may_learn = False
         self.ignored = ignored
         self.backward = vectors.backward
         self.example_axis = risk.options.example_axis or {}
