@@ -20,6 +20,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_map
 
+from test.fuzz import field_pieces  # noqa: F401 (it registers its pieces)
 from test.fuzz.losses import draw_loss, links, make_loss, make_target, term_axis, value
 from test.fuzz.pieces import Invalid, Shape, draw_piece, sequence
 from test.helpers import DEVICE
