@@ -117,11 +117,15 @@ class RecordedPass:
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            raise UnsupportedError(
+            keys = list(use.keys.values())
+            message = (
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`."
+                f"leave its parameters {keys} out of `params`."
             )
+            if use.function is not None:  # so does an autograd function, whose module tells more
+                raise OutsideReads(message, keys)
+            raise UnsupportedError(message)
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)
