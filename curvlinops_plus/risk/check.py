@@ -157,10 +157,6 @@ class _BatchCheck:
         # Those first that visit an expert which was not compared.
         order = [*dict.fromkeys([*self._visitors(), *order])]
         numbers = [n for n in _FEW if n < N] or [N]
-        if N == 1 and self.recorder.may_learn:
-            # All axes of size one look alike: two copies of the example tell which carries them.
-            order = [0, 0]
-            numbers = [2]
         disagreement: OutsideReads | None = None
         # The model and the batch's own recording stay as they are.
         modules = [*self.risk.model.modules()]
@@ -174,6 +170,10 @@ class _BatchCheck:
             endings.enter_context(self.recorder.disabled)
             for norm in self.batch_norms:
                 norm.training = False
+            if N == 1 and self.recorder.may_learn and self._takes_copies():
+                # All axes of size one look alike: two copies of the example tell which carries it.
+                order = [0, 0]
+                numbers = [2]
             for number in numbers:
                 # Not the first ones: what is mixed may be neighbours, or not.
                 chosen = sorted(order[:number])
@@ -205,6 +205,23 @@ class _BatchCheck:
                     f"{type(error).__name__}: {error}.",
                 )
                 return True
+
+    def _takes_copies(self) -> bool:
+        """Whether the model returns for two copies of the only example what it has for one, up to
+        random numbers.
+        """
+        two = take_examples(self.batch, [0, 0])
+        if two is None:
+            return False
+        before = RandomState.now(self.risk.device)
+        try:
+            with GradMode(False):
+                outputs = self.risk.run(two)[0]
+        except Exception:
+            return False
+        if RandomState.now(self.risk.device) != before:
+            return [f.shape for f in outputs] == [(2 * len(F), *F.shape[1:]) for F in self.outputs]
+        return not self._difference(outputs, [torch.cat([F, F]) for F in self.outputs])
 
     def _visitors(self) -> Iterator[int]:
         """An example for each expert that was not compared yet."""

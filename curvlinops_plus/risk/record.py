@@ -72,13 +72,19 @@ def sweep(
     draws = Draws(vectors.seed or 0)
     totals = Totals()
     outside_reads: OutsideReads | None = None
+    batch: Batch | None = None
     with recorder.hooked():
         try:
             for batch in risk.batches(desc):
                 totals.add(recorder.observe(batch, draws, consume))
         except OutsideReads as error:
             outside_reads = error
-    totals = totals.over(risk.processes, outside_reads)
+    try:
+        totals = totals.over(risk.processes, outside_reads)
+    except OutsideReads as error:
+        if error is outside_reads:  # others have been told of it without the batch
+            error.batch = batch
+        raise
     weights.require(totals)
     return totals
 

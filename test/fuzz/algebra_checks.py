@@ -109,7 +109,7 @@ def _states(s: Subject, o: Options) -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     loss = {} if not s.case.several else {"loss": s.case.loss}
-    reading = {key: value for key, value in s.case.options.items() if key == "batch_size_fn"}
+    reading = {key: value for key, value in s.case.options.items() if key != "num_data"}
     again = BlockwiseLinearOperator.from_state_dict(
         state, s.case.model, None, s.case.params, **loss, **reading
     )
