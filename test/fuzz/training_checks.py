@@ -82,15 +82,20 @@ def _training(s: Subject, o: Options) -> None:
     if o["way"] == "listen":
         risk = EmpiricalRisk(model, case.loss, (), params, **case.options)
         estimator = CurvatureEstimator(risk, KINDS[o["kind"]], **options)
-        with dropout_on(model), estimator.listen(batch):
-            model(batch[0])
     else:
         options |= {"params": params, "approximation": KINDS[o["kind"]], **case.options}
-        estimator = KFACOptimizer(model, case.loss, **options).curvature
+        optimizer = KFACOptimizer(model, case.loss, **options)
+        estimator = optimizer.curvature
+    for _ in range(2):  # in the first batch functions that read parameters are looked for
+        estimator.reset()
         with dropout_on(model):
-            (f,) = case.outputs(model(batch[0]))
-            case.loss(f, batch[1]).backward()
-        require(not estimator.withdrawn)
+            if o["way"] == "listen":
+                with estimator.listen(batch):
+                    model(batch[0])
+            else:
+                (f,) = case.outputs(model(batch[0]))
+                case.loss(f, batch[1]).backward()
+    require(not estimator.withdrawn)
     expected = expected if o["kind"] == "full" else expected.diagonal().diag()
     got = estimator.operator.to_dense()
     s.equal(f"{o['way']} in training", got, expected, scale=max(float(expected.norm()), 1e-3))
