@@ -93,7 +93,7 @@ def look_for_functions(
                     return
                 risk.reads = find_functions(risk, batch, keys, previous)
                 explains = is_new and (risk.reads.products or risk.reads.broadcast)
-                explains = explains or risk.reads.gathered != previous.gathered
+                explains = explains or risk.reads.gathered > previous.gathered
                 now = risk.reads.instead, risk.reads.enclosing
                 if explains or now != (previous.instead, previous.enclosing):
                     return
