@@ -26,7 +26,7 @@ def _draw_kept(r: Random, shape: Shape) -> Options:
     return {"where": r.choice(["attribute", "dict", "list", "object"])}
 
 
-PIECES |= {
+FIELD_PIECES: dict[str, Piece] = {
     "experts": Piece(ANY, _draw_experts, lambda s, o: field.experts(s[-1], **o), 2),
     "own function": Piece(
         ANY,
@@ -72,7 +72,7 @@ PIECES |= {
     ),
 }
 
-TOKENS |= {
+FIELD_TOKENS: dict[str, Piece] = {
     "looked up": Piece(
         (1,),
         lambda r, s: {"d": r.randint(2, 3), "how": r.choice([*field.LOOKUPS])},
@@ -99,3 +99,6 @@ TOKENS |= {
         1.5,
     ),
 }
+
+PIECES |= FIELD_PIECES
+TOKENS |= FIELD_TOKENS
