@@ -219,6 +219,8 @@ class Twin:
         weight = module._parameters.get("weight")
         if not kinds or type(module).forward is not kinds[0][0].forward or weight is None:
             return None
+        if is_parametrized(module):  # its bias
+            return None
         if getattr(module, "mode", None) == "max":
             return None
         matrices, channel = AFFINE[kinds[0][1]]

@@ -288,6 +288,7 @@ class CurvatureEstimator:
             )
         recorder.own_pass = own_pass
         recorder.restarting = {*self._sums.called}
+        recorder.may_learn = not self.updates
         recorder.weights = self._weights
         return recorder
 

@@ -4,7 +4,7 @@ received in the sweep before is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from curvlinops_plus.progress import shown
 from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import require_rereadable
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.record import sweep
@@ -152,11 +153,15 @@ class Sweeps:
                 problem = "does not reach the output"
             elif risk.reads is not None and risk.reads.gathered and layer.affine:
                 continue  # an expert
-            raise ValueError(
+            message = (
                 f"{layer.title} ({layer.type_name}) {problem} in any batch, "
                 f"so its parameters {list(layer.params)} have no curvature here. Leave them "
                 "out of `params`, or check the model's forward."
             )
+            # Functions may read them, with gradients of zero.
+            if risk.reads is None and not isinstance(risk.data, Iterator):
+                raise OutsideReads(message)
+            raise ValueError(message)
         self._unvisited = [
             layer for index, layer in enumerate(self.layers) if index not in totals.reached
         ]

@@ -17,6 +17,7 @@ from curvlinops_plus.risk.packed import PackedRows
 from curvlinops_plus.risk.routes import RoutedRows
 
 if TYPE_CHECKING:
+    from curvlinops_plus.risk.batches import Batch
     from curvlinops_plus.risk.layers import ModuleUse
 
 
@@ -189,7 +190,12 @@ class OutsideReads(UnsupportedError):
         message: What to say if that does not help.
         keys: Keys of parameters whose gradients only a module around their layer can tell apart by
             examples.
+
+    Attributes:
+        batch: In which that was noticed, in a sweep.
     """
+
+    batch: Batch | None = None
 
     def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
         super().__init__(message)

@@ -75,7 +75,7 @@ def check_batch(
 
     A batch is of a new kind if other layers are called, if layers return one row for all examples
     where they didn't before, or get examples in other inputs. Which vectors are sent back makes no
-    difference.
+    difference. If a stream begins with one example, two copies of it are compared.
 
     Args:
         outputs: Of the recorded pass, with their graph.
@@ -96,7 +96,9 @@ def check_batch(
     """
     checked = risk.checked
     checked.batches += 1
-    kind = recorder.reads, frozenset(recorder.last.kinds), batch.num_examples > 1, recorder.backward
+    is_copied = batch.num_examples == 1 and recorder.may_learn
+    examples = batch.num_examples > 1, is_copied
+    kind = recorder.reads, frozenset(recorder.last.kinds), examples, recorder.backward
     is_known = kind in checked.kinds and checked.batches not in _REGULARLY
     # Of experts, other ones run in every batch: each of them is compared once.
     is_known = is_known and recorder.visited <= checked.compared
@@ -174,6 +176,10 @@ class _BatchCheck:
             endings.enter_context(self.recorder.disabled)
             for norm in self.batch_norms:
                 norm.training = False
+            if N == 1 and self.recorder.may_learn and self._takes_copies():
+                # All axes of size one look alike: two copies of the example tell which carries it.
+                order = [0, 0]
+                numbers = [2]
             for number in numbers:
                 # Not the first ones: what is mixed may be neighbours, or not.
                 chosen = sorted(order[:number])
@@ -205,6 +211,23 @@ class _BatchCheck:
                     f"{type(error).__name__}: {error}.",
                 )
                 return True
+
+    def _takes_copies(self) -> bool:
+        """Whether the model returns for two copies of the only example what it has for one, up to
+        random numbers.
+        """
+        two = take_examples(self.batch, [0, 0])
+        if two is None:
+            return False
+        before = RandomState.now(self.risk.device)
+        try:
+            with GradMode(False):
+                outputs = self.risk.run(two)[0]
+        except Exception:
+            return False
+        if RandomState.now(self.risk.device) != before:
+            return [f.shape for f in outputs] == [(2 * len(F), *F.shape[1:]) for F in self.outputs]
+        return not self._difference(outputs, [torch.cat([F, F]) for F in self.outputs])
 
     def _visitors(self) -> Iterator[int]:
         """An example for each expert that was not compared yet."""
@@ -313,9 +336,9 @@ class _BatchCheck:
         """Require that calls have the examples in the same inputs whatever the number of examples.
 
         A table of T rows looks like a row for each example in a batch of T examples, and in no
-        other.
+        other. Of one example, all tables of one row do, and are right.
         """
-        if small.last.num_examples == self.batch.num_examples:
+        if self.batch.num_examples in (1, small.last.num_examples):
             return
         for layer in small.layers:
             for use in layer.uses:
@@ -489,13 +512,15 @@ class _BatchCheck:
             causes = _CAUSES
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
+        examples = f"{small.last.num_examples} of {self.batch.num_examples} examples"
+        if small.last.num_examples > self.batch.num_examples:
+            examples = "two copies of the example"
         return OutsideReads(
             f"{layer.title} ({layer.type_name}): gradients of {list(layer.params)} for "
-            f"{small.last.num_examples} of {self.batch.num_examples} examples have norm "
-            f"{norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and differ by "
-            f"{wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or restructure "
-            "that part of the model. EmpiricalRisk(..., check=False), or check=False of an "
-            "optimizer, continues without this check; results may be wrong.",
+            f"{examples} have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by "
+            f"autograd, and differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of "
+            "`params`, or restructure that part of the model. EmpiricalRisk(..., check=False), or "
+            "check=False of an optimizer, continues without this check; results may be wrong.",
             [key for norms in wrong for key in norms.layer.params],
         )
 

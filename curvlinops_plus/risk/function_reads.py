@@ -13,7 +13,8 @@ self-check or the recording notices that something else than its layer reads a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -81,21 +82,20 @@ def look_for_functions(
     attempts = [set[str]()] if is_new else []
     if failed:
         attempts.append(failed)
+    # Experts may have seen all rows in the batches before, or none.
+    shown = error.batch if isinstance(error, OutsideReads) else None
     if attempts:
-        with (
-            preserve_state(risk.model, risk.data),
-            risk.placed(),
-            torch.inference_mode(False),
-            GradMode(True),
-        ):
+        with _for_looking(risk):
             if batch is None:
                 batch = next(risk.batches("functions"), None)
             if batch is None:  # other processes have examples, and tell what they find
                 return
             for keys in attempts:
+                if keys and shown is not None and _begins_to_follow(risk, shown, keys):
+                    return
                 risk.reads = find_functions(risk, batch, keys, None if is_new else previous)
                 explains = is_new and (risk.reads.products or risk.reads.broadcast)
-                explains = explains or risk.reads.gathered != previous.gathered
+                explains = explains or risk.reads.gathered > previous.gathered
                 now = risk.reads.instead, risk.reads.enclosing, {*risk.reads.computed}
                 before = previous.instead, previous.enclosing, {*previous.computed}
                 if explains or now != before:
@@ -108,19 +108,31 @@ def begin_to_follow(risk: EmpiricalRisk, batch: Batch, error: OutsideReads) -> b
     """Whether passes follow gathered rows from now on, as none of the layers of which recorded
     calls don't tell enough has seen any before. The layers stay the same.
     """
+    with _for_looking(risk):
+        return _begins_to_follow(risk, batch, error.keys)
+
+
+def _begins_to_follow(risk: EmpiricalRisk, batch: Batch, keys: Iterable[str]) -> bool:
+    """See `begin_to_follow`."""
     reads = risk.reads or FoundReads()
     if reads.gathered:
         return False
+    dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
+    if dry.moves_rows or not dry.of_gathered.isdisjoint(keys):
+        risk.reads = replace(reads, gathered=True)
+    return risk.reads is not None and risk.reads.gathered
+
+
+@contextmanager
+def _for_looking(risk: EmpiricalRisk) -> Iterator[None]:
+    """Context of passes that show how parameters are read."""
     with (
         preserve_state(risk.model, risk.data),
         risk.placed(),
         torch.inference_mode(False),
         GradMode(True),
     ):
-        dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
-    if dry.moves_rows or not dry.of_gathered.isdisjoint(error.keys):
-        risk.reads = replace(reads, gathered=True)
-    return risk.reads is not None and risk.reads.gathered
+        yield
 
 
 def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -> str:
@@ -210,7 +222,7 @@ def find_functions(
         for key in _broadcast(dry, by_tables, taken, enclosing)
     }
     by_product = {key for product in products for key in product.keys.values()}
-    kept = [key for key in instead if key in broadcast or key in by_product]
+    kept = tuple([key for key in instead if key in broadcast or key in by_product])
     found = FoundReads(tuple(products), enclosing, tried, broadcast, {}, kept, gathered)
     return replace(found, computed=_keys_of_tables(risk, dry, found, never))
 

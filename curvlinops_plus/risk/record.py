@@ -75,6 +75,7 @@ def sweep(
     draws = Draws(vectors.seed or 0)
     totals = Totals()
     outside_reads: OutsideReads | None = None
+    batch: Batch | None = None
     with recorder.hooked():
         try:
             for batch in risk.batches(desc):
@@ -82,7 +83,12 @@ def sweep(
         except OutsideReads as error:
             # Frames hold contexts of the model's that are open, as of checkpointing.
             outside_reads = error.with_traceback(None)
-    totals = totals.over(risk.processes, outside_reads)
+    try:
+        totals = totals.over(risk.processes, outside_reads)
+    except OutsideReads as error:
+        if error is outside_reads:  # others have been told of it without the batch
+            error.batch = batch
+        raise
     weights.require(totals)
     return totals
 
@@ -127,6 +133,8 @@ class Recorder:
             that shows: where recording would raise, or expand one row for all examples to one for
             each, the rest is left alone. Modes are set by whoever makes them.
         repeatable: Whether two evaluations of the model have to agree; not so in training loops.
+        may_learn: Whether other layers can still be taken if this batch shows that these are wrong,
+            but not after it.
         params: What the modules have in place of the layers' parameters while they run, by key;
             default: these.
         ignored: Layers whose calls are not recorded.
@@ -162,6 +170,7 @@ class Recorder:
         self.weights = weights
         self.own_pass = own_pass
         self.repeatable = repeatable
+        self.may_learn = False
         self.ignored = ignored
         self.backward = vectors.backward
         self.example_axis = risk.options.example_axis or {}

@@ -140,15 +140,18 @@ class RecordedPass:
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            # Without keys: of what an autograd function gives gradients, the graph tells.
-            kind = OutsideReads if self.has_graph else UnsupportedError
-            raise kind(
+            keys = list(use.keys.values())
+            message = (
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`; if a solver goes "
-                "back by the adjoint method, take the one that is differentiated as it is, as "
-                "`odeint` instead of `odeint_adjoint`."
+                f"leave its parameters {keys} out of `params`; if a solver goes back by the "
+                "adjoint method, take the one that is differentiated as it is, as `odeint` instead "
+                "of `odeint_adjoint`."
             )
+            if use.function is not None:  # so does an autograd function, whose module tells more
+                raise OutsideReads(message, keys)
+            # Without keys: of what an autograd function gives gradients, the graph tells.
+            raise (OutsideReads if self.has_graph else UnsupportedError)(message)
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)

@@ -6,6 +6,7 @@ The right values come from plain autograd, for one example after the other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus import (
+    CurvatureEstimator,
     DiagonalBlock,
     Empirical,
     EmpiricalRisk,
@@ -92,17 +94,86 @@ def test_examples_on_another_axis_are_told_apart(name: str, loss: Any) -> None:
     close(block.trace, expected.square().sum())
 
 
+def of_places(m: Any, x: Tensor) -> Tensor:
+    """[N, 3, i]: a table as long as some batches is added."""
+    return (m.first(x) + m.table(torch.arange(3))).tanh().sum(1)
+
+
+def time_major(m: Any, x: Tensor) -> Tensor:
+    """[N, 3, i]: the layer sees [3, N, i]."""
+    return m.layer(m.first(x.transpose(0, 1)).tanh()).sum(0)
+
+
+def of_states(m: Any, x: Tensor) -> Tensor:
+    """[N, 3, i]: steps that read a weight by a function, and begin with a state for all examples."""
+    state = m.table.weight[:1]
+    for step in x.unbind(1):
+        state = torch.tanh(m.first(step) + state @ m.layer.weight)
+    return state
+
+
+def beside_a_row(m: Any, x: Tensor) -> Tensor:
+    """[N, 3, i]: a layer of its own that gets one row for all examples."""
+    h = m.first(x).tanh().sum(1)
+    return m.distances(h, h.new_ones(1, 4))
+
+
+def distances() -> nn.Module:
+    w = nn.Parameter(torch.eye(4))
+    return Written(lambda m, h, row: torch.cdist(h + row, m.w).square(), w=w)
+
+
+#: Name -> a forward pass behind which there is one more layer, and what it uses besides the first.
+SEQUENCES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, nn.Module]]] = {
+    "table": (of_places, {"table": nn.Embedding(3, 4)}),
+    "time-major": (time_major, {"layer": nn.Linear(4, 4)}),
+    "row": (beside_a_row, {"distances": distances()}),
+    "state": (of_states, {"table": nn.Embedding(3, 4), "layer": nn.Linear(4, 4, bias=False)}),
+}
+
+
+def stream_of(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    if name in CASES:
+        return model_of(name)
+    torch.manual_seed(0)
+    function, members = SEQUENCES[name]
+    members = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 2), **copy.deepcopy(members)}
+    model = Written(lambda m, x: m.last(function(m, x)), **members).double()
+    return model, normal(5, 3, 3), normal(5, 2, seed=1)
+
+
+@pytest.mark.filterwarnings("error:.*without preconditioner")
+@pytest.mark.parametrize("way", ["update", "listen"])
+@pytest.mark.parametrize("name", [*CASES, *SEQUENCES])
+def test_a_stream_may_begin_with_one_example(name: str, way: str) -> None:
+    """Of one example all axes of size one look alike."""
+    model, X, Y = stream_of(name)
+    loss = nn.MSELoss(reduction="sum")
+    estimator = CurvatureEstimator(EmpiricalRisk(model, loss, ()), FullBlock, vectors=Empirical())
+    for batch in zip(X.split([1, 3, 1]), Y.split([1, 3, 1]), strict=True):
+        if way == "update":
+            estimator.update(batch)
+        else:
+            with estimator.listen(batch):
+                model(batch[0])
+    close(estimator.operator.trace, gradients(model, loss, X, Y).square().sum())
+    assert not estimator.withdrawn
+    if name == "row":  # for one example it may as well be one of its own
+        assert [*estimator.operator.blocks] == ["first", "last", "distances"]
+
+
+@pytest.mark.parametrize("sizes", [[5], [1, 4]])
 @pytest.mark.parametrize("name", ["squeezed", "flattened"])
-def test_training_is_that_of_the_layer_on_rows(name: str) -> None:
+def test_training_is_that_of_the_layer_on_rows(name: str, sizes: list[int]) -> None:
     values = list[list[float]]()
     for plain in (False, True):
         model, X, Y = model_of(name, plain)
         loss = nn.MSELoss()
         optimizer = KFACOptimizer(model, loss, approximation=DiagonalBlock, vectors=Exact())
         values.append([])
-        for _ in range(5):
+        for x, y in 5 * [*zip(X.split(sizes), Y.split(sizes), strict=True)]:
             optimizer.zero_grad()
-            value = loss(model(X), Y)
+            value = loss(model(x), y)
             value.backward()
             optimizer.step()
             values[-1].append(value.item())

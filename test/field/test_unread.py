@@ -1,12 +1,16 @@
 """Parameters that nothing reads beside others that are read, such as a mask token of pretraining:
-training leaves them alone.
+training leaves them alone. And those that only seem so, as their gradients are zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from curvlinops_plus import (
     DiagonalBlock,
@@ -16,7 +20,7 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close
-from test.helpers import normal
+from test.helpers import Written, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exact diagonal:UserWarning")
 
@@ -87,3 +91,37 @@ def test_a_preconditioner_leaves_no_gradient_where_there_was_none() -> None:
     preconditioner.step()
     assert [p.grad is None for p in model.parameters()] == before
     assert model.cls.grad is not None
+
+
+#: Name to a layer that is never called, and the function that reads its parameters.
+FUNCTIONS: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
+    "linear": (nn.Linear(3, 4), lambda m, x: functional.linear(x, m.weight, m.bias)),
+    "matmul": (nn.Linear(3, 4, bias=False), lambda m, x: x @ m.weight.T),
+    "conv": (nn.Conv1d(1, 4, 3), lambda m, x: functional.conv1d(x[:, None], m.weight).flatten(1)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_functions_read_before_a_head_that_starts_at_zero(name: str) -> None:
+    """Gradients of zero don't tell that something else than the layer reads its parameters."""
+    torch.manual_seed(0)
+    layer, read = FUNCTIONS[name]
+    head = nn.Linear(4, 2)
+    nn.init.zeros_(head.weight)
+    model = Written(lambda m, x: m.head(read(m.layer, x).tanh()), layer=layer, head=head).double()
+    X, Y = normal(5, 3, seed=1), normal(5, 2, seed=2)
+    params = [p for key, p in model.named_parameters() if (name, key) != ("conv", "layer.bias")]
+    risk = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), [(X, Y)], params)
+    K = curvature(risk, DiagonalBlock)
+    assert [*K.blocks] == ["layer", "head"]
+    assert not K.blocks["layer"].diagonal().any()
+    h = read(layer, X).tanh()
+    close(K.blocks["head"].trace, 2 * 2 * (h.square().sum() + len(X)))
+
+
+def test_a_layer_that_nothing_reads_is_still_refused() -> None:
+    model = Written(lambda m, x: m.head(x), layer=nn.Linear(3, 4), head=nn.Linear(3, 2)).double()
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(5, 3), normal(5, 2))])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'layer' \(Linear\) was never called in any batch"):
+            curvature(risk, DiagonalBlock)

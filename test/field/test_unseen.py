@@ -4,6 +4,7 @@ only hold them: their gradients come from a rerun, also where they are zero at f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus import (
+    CurvatureEstimator,
     DiagonalBlock,
+    Empirical,
     EmpiricalRisk,
+    FullBlock,
     KFACOptimizer,
     UnsupportedError,
     curvature,
@@ -144,3 +148,91 @@ def test_training_ends_if_no_layer_is_left() -> None:
     with pytest.raises(UnsupportedError, match=r"'layer'.*Nothing is left of which"):
         F.cross_entropy(f, torch.arange(4) % 2)
     assert optimizer.curvature.updates == 0
+
+
+class Gate(torch.autograd.Function):
+    """`tanh(x) w`: functions of PyTorch read the parameter, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x.tanh() * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        t = x.tanh()
+        return grads[0] * w * (1 - t.square()), (grads[0] * t).sum(0)
+
+
+class Shift(torch.autograd.Function):
+    """`x + w`, with a context of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x + w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0].sum(0)
+
+
+def stopped_gate(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(h * m.w)
+    return gate * (h + m.w)
+
+
+def stopped_product(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(h @ m.matrix.T)
+    return gate * F.linear(h, m.matrix)
+
+
+#: Name to what a module does with a vector `w`, or a matrix.
+WITHOUT_GRADIENTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "function": lambda m, h: Gate.apply(h, m.w),
+    "with a context": lambda m, h: Shift.apply(h, m.w),
+    "of a dict": lambda m, h: Gate.apply(h, m.held["w"]),
+    "gate": stopped_gate,
+    "product": stopped_product,
+}
+
+
+def without_gradients(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    members: dict[str, Any] = {"w": nn.Parameter(torch.randn(3))}
+    if name == "of a dict":
+        members = {"held": nn.ParameterDict(members)}
+    if name == "product":
+        members = {"matrix": nn.Parameter(torch.randn(3, 3))}
+    middle = Written(WITHOUT_GRADIENTS[name], **members)
+    return nn.Sequential(nn.Linear(3, 3), middle, nn.Linear(3, 2)).double()
+
+
+@pytest.mark.parametrize("way", ["curvature", "estimator"])
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_parameters_that_are_read_without_gradients(name: str, way: str) -> None:
+    """In the forward pass of an autograd function, or beside a read with a gradient."""
+    model = without_gradients(name)
+    X, Y = normal(5, 3, seed=1), normal(5, 2, seed=2)
+    loss = nn.MSELoss(reduction="sum")
+    if way == "curvature":
+        K = curvature(EmpiricalRisk(model, loss, [(X, Y)]), FullBlock, vectors=Empirical())
+    else:
+        risk = EmpiricalRisk(model, loss, ())
+        estimator = CurvatureEstimator(risk, FullBlock, vectors=Empirical())
+        with estimator.listen((X, Y)):
+            model(X)
+        K = estimator.operator
+    expected = []
+    for x, y in zip(X, Y, strict=True):
+        g = torch.autograd.grad(loss(model(x[None]), y[None]), [*model.parameters()])
+        expected.append(torch.cat([t.flatten() for t in g]))
+    close(K.diagonal(), torch.stack(expected).square().sum(0))

@@ -20,6 +20,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_map
 
+from test.fuzz import field_pieces  # noqa: F401 (it registers its pieces)
 from test.fuzz.losses import draw_loss, links, make_loss, make_target, term_axis, value
 from test.fuzz.pieces import Invalid, Shape, draw_piece, sequence
 from test.helpers import DEVICE
@@ -62,7 +63,7 @@ class Head(nn.Module):
 
 
 class Network(nn.Module):
-    """A body, and one head for each loss."""
+    """A body, and one head for each loss; of the form "later" features come first."""
 
     def __init__(self, body: nn.Module, heads: list[nn.Module], form: str) -> None:
         super().__init__()
@@ -74,6 +75,8 @@ class Network(nn.Module):
         outputs = [head(h) for head in self.heads]
         if self.form == "single":
             return outputs[0]
+        if self.form == "later":
+            return h, outputs[0]
         return (
             tuple(outputs)
             if self.form == "tuple"
@@ -135,6 +138,8 @@ class Case:
             options["num_data"] = self.about["num_data"]
         if self.about["reading"] == "mapping":
             options["batch_size_fn"] = lambda X: len(X["x"])
+        if self.about["form"] == "later":
+            options["output"] = lambda out: out[1]
         return options
 
     def shown(self, data: Sequence[Any]) -> Any:
@@ -152,6 +157,8 @@ class Case:
         """What each loss reads of what the model returns."""
         if isinstance(out, Tensor):
             return [out]
+        if self.about["form"] == "later":
+            return [out[1]]
         return list(out.values()) if isinstance(out, Mapping) else list(out)
 
     def generator(self, what: str) -> Generator:
@@ -272,7 +279,8 @@ def _draw_outputs(r: Random, shape: Shape) -> Description:
         if loss["kind"] not in ("ce", "nll", "gaussian") and r.random() < 0.2:
             classes = 1
         heads.append({"form": r.choice(forms), "classes": classes, "linear": r.random() < 0.8})
-    form = r.choice(["tuple", "dict"]) if several else "single"
+    forms = ["tuple", "dict"] if several else [*["single"] * 6, "later"]
+    form = r.choice(forms)
     return {"losses": losses, "heads": heads, "form": form}
 
 
@@ -316,7 +324,7 @@ def make(about: Description) -> Case:
             make_target(o, shape, dtype, generator)
             for o, shape in zip(about["losses"], of_batch, strict=True)
         ]
-        y: Any = ys[0] if about["form"] == "single" else tuple(ys)
+        y: Any = ys[0] if len(ys) == 1 else tuple(ys)
         y = {f"out{k}": t for k, t in enumerate(ys)} if about["form"] == "dict" else y
         case.data.append((x if about["tokens"] else x.to(dtype), y))
     model.to(DEVICE, dtype)

@@ -320,7 +320,7 @@ PIECES: dict[str, Piece] = {
     ),
     "halves": plain(ANY, lambda s: modules.halves(s[-1]), 0.7),
     "stopped": plain(ANY, lambda s: modules.stopped(s[-1]), 0.5),
-    "dropout": plain(ANY, lambda s: nn.Dropout(0.5), 0.3),
+    "dropout": plain(ANY, lambda s: nn.Dropout(0.5), 0.8),
     "function": Piece(
         ANY,
         lambda r, s: {"name": r.choice(["flip", "square"])},

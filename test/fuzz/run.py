@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from curvlinops_plus import CurvatureWarning, NoClosedForm, NumericsError, UnsupportedError
-from test.fuzz import algebra_checks, matrix_checks  # noqa: F401 (they register their checks)
+from test.fuzz import algebra_checks, matrix_checks, training_checks  # noqa: F401 (they register)
 from test.fuzz.case import Description, draw, make
 from test.fuzz.checks import CHECKS, Failure, Skipped, Subject, draw_checks
 from test.fuzz.limits import small_buffers

@@ -20,21 +20,30 @@ from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import EmpiricalRisk, LayerBatch, function_reads
 from curvlinops_plus.risk.found_reads import FoundReads
 from test.fuzz import run
+from test.fuzz.field_pieces import FIELD_PIECES, FIELD_TOKENS
 from test.fuzz.limits import LIMITS
 from test.fuzz.run import describe, draw_whole, run_case, run_seed
 
-SEEDS = 8
+#: In them each piece of the field appears.
+FIELD = [98, 137, 194, 203, 226, 264, 274, 283]
+
+
+def test_each_piece_of_the_field_appears() -> None:
+    described = [json.dumps(draw_whole(seed)) for seed in FIELD]
+    for name in (*FIELD_PIECES, *FIELD_TOKENS, "dropout", "later"):
+        assert any(f'"{name}"' in about for about in described), name
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["usual buffers", "small buffers"])
 def test_first_seeds(small: bool) -> None:
-    outcomes = [run_seed(seed, small) for seed in range(1000 * small, 1000 * small + SEEDS)]
+    seeds = [*range(1000 * small, 1000 * small + 4), *FIELD]
+    outcomes = [run_seed(seed, small) for seed in seeds]
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     made, refused = (
         sum(numbers)
         for numbers in zip(*((o.made, o.refused.total()) for o in outcomes), strict=True)
     )
-    assert made > 5 * SEEDS
+    assert made > 5 * len(seeds)
     assert refused < 0.1 * made
 
 

@@ -13,7 +13,7 @@ from test.fuzz.hostile import SIZES, verdicts, wrong
 from test.fuzz.hostile_networks import HOSTILE
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_right_or_refused(name: str) -> None:
     found = [wrong(verdicts(name, sizes)) for sizes in SIZES]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from test.fuzz.case import Case, term_axes
+from test.fuzz.field_modules import by_calls
 from test.fuzz.losses import fisher, make_loss, mean_divisor, value
 from test.helpers import DEVICE
 from test.twin import Pass, Twin, Use, jacobian
@@ -54,8 +55,13 @@ class Truth(Twin):
         wide = copy.deepcopy(case.model).double()
         own = {id(p): name for name, p in case.model.named_parameters()}
         super().__init__(
-            wide, {key: wide.get_parameter(own[id(p)]) for key, p in case.keyed.items()}, bags=True
+            wide,
+            {key: wide.get_parameter(own[id(p)]) for key, p in case.keyed.items()},
+            plain=by_calls,
+            bags=True,
         )
+        #: The model in its own precision; passes leave tensors in the case's.
+        self.narrow = copy.deepcopy(case.model).requires_grad_()
         about = case.about["losses"]
         shapes = [[f.shape for f in case.outputs(self.model(self._wide(x)))] for x, _ in case.data]
         self.losses = [
@@ -240,7 +246,7 @@ class Truth(Twin):
         case = self.case
         if case.dtype == torch.float64:
             return 0.0
-        model = copy.deepcopy(case.model).requires_grad_()
+        model = self.narrow
         losses, total = (
             copy.deepcopy(nn.ModuleList(self.losses)).to(case.dtype),
             torch.zeros((), dtype=case.dtype, device=DEVICE),

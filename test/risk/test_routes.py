@@ -316,6 +316,39 @@ def test_one_expert_may_see_all_rows_of_the_first_batches() -> None:
     assert risk.reads.gathered
 
 
+class Split(Mixture):
+    """Experts by the first entry of a token, whose tokens are neighbours once they are sorted: what
+    no single example can be run through.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        choice = (rows[:, 0] > 9).long() + (rows[:, 0] > 99).long()
+        order = choice.argsort(stable=True)
+        counts = torch.bincount(choice, minlength=E).tolist()
+        parts = [
+            self.down[e](torch.tanh(self.up[e](part)))
+            for e, part in enumerate(rows[order].split(counts))
+            if len(part)
+        ]
+        out = torch.zeros_like(rows).index_add(0, order, torch.cat(parts))
+        return self.head((rows + out).view_as(x)).mean(1)
+
+
+@pytest.mark.filterwarnings("error::curvlinops_plus.CurvatureWarning")
+@pytest.mark.parametrize("visits", [[0, 1, 2], [1, 2, 0], [2, 0, 1]], ids=str)
+def test_experts_may_be_visited_in_later_batches(visits: list[int]) -> None:
+    """A batch that goes to one expert moves no rows, in whatever place it comes."""
+    model, data = model_of(Split), data_of(6, 5, 4)
+    data[0][0][..., 0] = 100
+    data[1][0][1:, :3, 0] = 10
+    data[2][0][:, 1, 0] = 100
+    data = [data[k] for k in visits]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+    assert all(entry.approximation.kind is KFAC for entry in curvature(risk, KFAC).plan)
+    close(curvature(risk, EKFAC).trace, exact(model, data)[0].trace())
+
+
 # ------------------------------------------------------------------------ what can't be followed
 class Turned(torch.autograd.Function):
     """Rows in the other order, unseen."""
