@@ -223,6 +223,7 @@ class Recorder:
         """
         with self.recording(batch.num_examples):
             outputs = self.risk.run(batch)
+        self.returned()
         return self.send_back(batch, outputs, draws, consume)
 
     def send_back(
@@ -381,6 +382,12 @@ class Recorder:
         self._broadcast.begin()
         if self._sees_functions:
             self._mode_of_call.enter_context(self._mode)
+
+    def returned(self) -> None:
+        """The model has returned: refuse layers of which all calls ran without a graph."""
+        refusal = self.last.refusal_of_constants()
+        if refusal is not None and self.doubt is None:
+            self._failed(*refusal)
 
     def stop(self) -> None:
         """The forward pass is over."""

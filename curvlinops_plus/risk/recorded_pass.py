@@ -59,6 +59,8 @@ class RecordedPass:
             inputs.
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
+        without_graph: Layers that ran under `torch.no_grad()`, of which no call is recorded, by
+            index.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RecordedPass:
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self.without_graph: dict[int, ModuleUse] = {}
 
     @property
     def by_layer(self) -> dict[int, list[RecordedCall]]:
@@ -90,6 +93,22 @@ class RecordedPass:
     def edges(self) -> list[Any]:
         """Where gradients arrive, of all calls."""
         return [output.edge for call in self.calls for output in call.outputs]
+
+    def refusal_of_constants(self) -> tuple[ModuleUse, UnsupportedError] | None:
+        """A layer that ran under `torch.no_grad()` alone, and what to raise; None if there is none.
+
+        Beside calls with a graph, as where a model feeds a first result back into itself, such
+        calls add nothing.
+        """
+        by_layer = self.by_layer
+        for index, use in self.without_graph.items():
+            if index not in by_layer:
+                return use, UnsupportedError(
+                    f"{title(use.name)} ran under torch.no_grad(). If this is activation "
+                    "checkpointing, pass use_reentrant=False; if it is a frozen part of the "
+                    f"model, leave its parameters {list(use.keys.values())} out of `params`."
+                )
+        return None
 
     def forget_graph(self) -> None:
         """Calls may be kept for another sweep, but not their graph."""
@@ -117,11 +136,9 @@ class RecordedPass:
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{title(use.name)} ran under torch.no_grad(). If this is activation "
-                "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {list(use.keys.values())} out of `params`."
-            )
+            # No gradient arrives: its parameters are constants in this call.
+            self.without_graph.update({read.layer: read.use for read in reads})
+            return None
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)
