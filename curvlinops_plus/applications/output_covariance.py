@@ -33,6 +33,7 @@ from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.layer.replay import held_parameters
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Kronecker, LinearOperator
@@ -40,6 +41,7 @@ from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import (
     Batch,
+    are_in_lists,
     count_examples,
     gradients_of,
     mapped,
@@ -200,7 +202,11 @@ class _PredictedInputs:
         elif isinstance(X, Mapping):
             N = self.N
             X = {key: x[start:stop] if _is_by_example(x, N) else x for key, x in X.items()}
-        return Batch(X, self.risk.losses.joined([None]), stop - start, self.unpack, start)
+        in_lists = are_in_lists(self.X, self.N, self.risk.options.batch_size_fn)
+        if in_lists:
+            X = with_entries(self.X, self.N, range(start, stop))
+        y = self.risk.losses.joined([None])
+        return Batch(X, y, stop - start, self.unpack, start, in_lists=in_lists)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
         """Outputs [N, R, C], their shape in the model, and the axis of their C numbers there."""
@@ -417,7 +423,7 @@ def _columns(
     parts: dict[Any, Tensor] = {}
     recorder = Recorder(risk, layers, _Units(), weights)
     with recorder.hooked():
-        with recorder.recording(N):
+        with recorder.recording(batch):
             (f,), _, (axis,) = risk.run(batch)
         back = recorder.backward_pass(lambda layer_batch: parts.update(take(layer_batch)))
         outputs = [output for call in recorder.last.calls for output in call.outputs]

@@ -113,7 +113,7 @@ class UsersPass:
             refuse_capture(self._recorder.risk.device.type)
             self._phase = "the call"  # what the end of it undoes may not have begun
             eager.start(id(self))  # hooks of a compiled model that ran before never fire
-            self._recorder.start(self.batch.num_examples)
+            self._recorder.start(self.batch)
 
     def end(self, output: Any) -> None:
         """The model has returned."""

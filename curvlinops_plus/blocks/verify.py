@@ -247,7 +247,7 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
     kept = Kept(sys.maxsize, {*layers})
     gradients: dict[str, Tensor] = {}
     with GradMode(K.vectors.backward), risk.placed(params), recorder.attached():
-        with recorder.recording(N):
+        with recorder.recording(few):
             outputs = [f for f in risk.run(few, risk.model)[0] if f.requires_grad]
         back = recorder.backward_pass(kept.add)
         if outputs:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.layer.kept import drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
@@ -127,8 +128,8 @@ class Call:
     Args:
         module: Any module that treats its examples independently.
         args: Positional inputs of the call. Tensors whose dimension 0 has size `B` hold one entry
-            per example, also inside tuples, lists and dicts; all other values are shared by all
-            examples.
+            per example, also inside tuples, lists and dicts; if there are none, lists of `B`
+            entries do. All other values are shared by all examples.
         kwargs: Keyword inputs of the call, likewise.
         num_examples: `B`.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself,
@@ -281,9 +282,17 @@ class Call:
         return [self.leaves[i][examples] for i in self.per_example]
 
     def run(
-        self, params: Mapping[str, Tensor], inputs: Sequence[Tensor], shapes: Sequence[torch.Size]
+        self,
+        params: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        entry: int | None = None,
     ) -> list[Tensor]:
-        """Outputs of the module for the inputs of one example, in these shapes."""
+        """Outputs of the module for the inputs of one example, in these shapes.
+
+        Args:
+            entry: The number of the example, for lists with an entry for each.
+        """
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), inputs, strict=True):
             leaves[i] = t.unsqueeze(axis)
@@ -296,6 +305,11 @@ class Call:
         as_parameters(parameters.values())
         drop_new_tensors(parts_kept(self.module.modules()))
         args, kwargs = tree_unflatten(leaves, self.spec)
+        if entry is not None and not self.per_example:
+            args = tuple(with_entries(arg, self.num_examples, [entry]) for arg in args)
+            kwargs = {
+                name: with_entries(x, self.num_examples, [entry]) for name, x in kwargs.items()
+            }
         out = functional_call(self.module, parameters | buffers, args, kwargs, tie_weights=False)
         outputs = floating_tensors(out)
         self._check_outputs(type(out).__name__, outputs, shapes)
@@ -359,7 +373,7 @@ class Call:
         for n in range(examples.start, examples.stop):
             params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
             with GradMode(True):
-                outputs = self.run(params, self.inputs(n), shapes)
+                outputs = self.run(params, self.inputs(n), shapes, n)
             rows = [
                 _pull_back(outputs, list(params.values()), [t[v, n] for t in g])
                 for v in range(vectors.start, vectors.stop)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.risk.routes import RoutedRows
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class RecordedCall:
             if axis is not None and len(leaves[k]) == num_rows:
                 leaves[k] = rows_of(leaves[k])
         part.args, part.kwargs = tree_unflatten(leaves, structure)
+        if all(axis is None for axis in self.in_axes):
+            part.args = tuple(with_entries(arg, N, examples) for arg in part.args)
+            part.kwargs = {name: with_entries(x, N, examples) for name, x in part.kwargs.items()}
+            leaves = tree_leaves((part.args, part.kwargs))
+            part.in_axes = [None for leaf in leaves if isinstance(leaf, Tensor)]
         return part
 
     def of_rows(self, rows: Tensor | slice) -> RecordedCall:

@@ -224,7 +224,7 @@ class _BatchCheck:
         random_state = RandomState.now(self.risk.device) if self.recorder.repeatable else None
         with self.risk.placed(params) if replaces else nullcontext(), small.attached():
             try:
-                with small.recording(len(chosen)):
+                with small.recording(few):
                     outputs = self.risk.run(few, model)[0]
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise

@@ -198,7 +198,7 @@ class Recorder:
             partial(_resumed, weakref.ref(self)),
         )
         self.doubt: Exception | None = None
-        self.last = self._new_pass(0)
+        self.last = self._new_pass()
         self._hooks = [
             self._hooks_of(LayerRead(index, use, use.rule))
             for index, use in self._uses
@@ -221,7 +221,7 @@ class Recorder:
         """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to
         `consume`.
         """
-        with self.recording(batch.num_examples):
+        with self.recording(batch):
             outputs = self.risk.run(batch)
         self.returned()
         return self.send_back(batch, outputs, draws, consume)
@@ -350,11 +350,13 @@ class Recorder:
         self._forget()
 
     @contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
-        """One forward pass of the model happens in here; the batch before is forgotten."""
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """One forward pass of the model happens in here, on this batch; the one before is
+        forgotten.
+        """
         with Endings() as endings:
             endings.surely(self.stop)
-            self.start(num_examples)
+            self.start(batch)
             with self._suspecting_tables():
                 yield
 
@@ -373,10 +375,10 @@ class Recorder:
                 raise refusal from error
             raise
 
-    def start(self, num_examples: int) -> None:
-        """Begin to record a forward pass; the batch before is forgotten."""
+    def start(self, batch: Batch) -> None:
+        """Begin to record a forward pass on a batch; the one before is forgotten."""
         self._forget()
-        self.last = self._new_pass(num_examples)
+        self.last = self._new_pass(batch.num_examples, batch.in_lists)
         self.disabled.depth = 0  # an interrupt may have left it
         self._thread = this_thread()
         self._broadcast.begin()
@@ -406,14 +408,14 @@ class Recorder:
         finally:
             self.disabled.depth = depth
 
-    def _new_pass(self, num_examples: int) -> RecordedPass:
+    def _new_pass(self, num_examples: int = 0, in_lists: bool = False) -> RecordedPass:
         rows = GatheredRows(num_examples) if self.gathers and num_examples else None
-        return RecordedPass(num_examples, self.backward, self.own_pass, rows)
+        return RecordedPass(num_examples, in_lists, self.backward, self.own_pass, rows)
 
     def _forget(self) -> None:
         """The last pass is over, and forgotten."""
         self.last.forget_graph()
-        self.last = self._new_pass(0)
+        self.last = self._new_pass()
         self.doubt = None
         self._broadcast.forget()
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.example_lists import has_lists
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
@@ -48,6 +49,7 @@ class RecordedPass:
 
     Args:
         num_examples: N of its batch; 0 before there is one.
+        in_lists: Whether they are entries of lists.
         backward: Whether vectors go back through it.
         own_pass: Whether it is made for recording; see `Recorder`.
         rows: Follows rows that are gathered; None if nobody does.
@@ -66,11 +68,13 @@ class RecordedPass:
     def __init__(
         self,
         num_examples: int,
+        in_lists: bool = False,
         backward: bool = False,
         own_pass: bool = True,
         rows: GatheredRows | None = None,
     ) -> None:
         self.num_examples = num_examples
+        self.in_lists = in_lists
         self.backward = backward
         self.own_pass = own_pass
         self.rows = rows
@@ -298,14 +302,21 @@ class RecordedPass:
         tensors = [leaves[k].detach() for k in places]
         axes = rule.axes(use.module, axis, tensors, True)
         in_axes: list[int | None] = []
+        arguments = dict(enumerate(inputs[0])) | inputs[1]
+        in_lists = self.in_lists and has_lists(arguments, self.num_examples)
         for k, t, on in zip(places, tensors, axes, strict=True):
+            if in_lists:
+                leaves[k] = t
+                in_axes.append(None)
+                continue
             leaves[k], moved_from = self._examples_first(use, t, on, fold, expanded)
             by_example = moved_from or (t.ndim > 0 and len(leaves[k]) == rows)
             in_axes.append(moved_from if by_example else None)
         args, kwargs = tree_unflatten(leaves, structure)
         call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
         call.note_versions(tensors)
-        kind = (*in_axes, outputs[0].axis, len(outputs[0].shape))
+        of_inputs = ("lists",) if in_lists else in_axes
+        kind = (*of_inputs, outputs[0].axis, len(outputs[0].shape))
         self.kinds.add((use.name, expanded, kind))
         return call
 

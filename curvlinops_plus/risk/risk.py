@@ -21,6 +21,7 @@ from curvlinops_plus.options import flag, function, number, one_of
 from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
     Batch,
+    are_in_lists,
     check_data,
     copy_of,
     count_examples,
@@ -364,7 +365,8 @@ class EmpiricalRisk(ModelParameters):
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
         if options.weight is not None:
             weight = _checked_weight(weight, N, index, self.device)
-        batch = Batch(X, y, N, unpack, first, weight)
+        in_lists = are_in_lists(X, N, options.batch_size_fn)
+        batch = Batch(X, y, N, unpack, first, weight, in_lists=in_lists)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -381,7 +383,8 @@ class EmpiricalRisk(ModelParameters):
                 "weight= comes with the targets. Give whole batches, to `update` or `listen`."
             )
         N = count_examples(X, None, 0, self.options.batch_size_fn, unpack)
-        return Batch(X, None, N, unpack)
+        in_lists = are_in_lists(X, N, self.options.batch_size_fn)
+        return Batch(X, None, N, unpack, in_lists=in_lists)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the
