@@ -70,7 +70,8 @@ def problem(name: str) -> EmpiricalRisk:
 def test_they_add_nothing(name: str, approximation: Any) -> None:
     risk = problem(name)
     K = curvature(risk, approximation)
-    J = output_rows(risk.model, risk.data[0][0].split(1))
+    X, _ = next(iter(risk.data))
+    J = output_rows(risk.model, X.split(1))
     diagonal = J.square().sum(0) * 2 / 18
     close(GGN(risk) @ torch.eye(J.shape[1], dtype=J.dtype), J.T @ J * 2 / 18)
     close(curvature(risk, DiagonalBlock).diagonal(), diagonal)
@@ -83,14 +84,14 @@ def test_they_add_nothing(name: str, approximation: Any) -> None:
         assert (row["count"] == 0) == (row["largest"] != row["largest"])  # NaN
     largest = max(row["largest"] for row in summary if row["count"])
     assert f"{largest:.4g}" in str(summary).splitlines()[-1]
-    close(Laplace(K).fit_prior().outputs(risk.data[0][0])[0], risk.model(risk.data[0][0]))
+    close(Laplace(K).fit_prior().outputs(X)[0], risk.model(X))
     assert torch.isfinite(self_influence(K.inverse(RelativeDamping(0.1)), risk)).all()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_are_trained(name: str) -> None:
     risk = problem(name)
-    X, y = risk.data[0]
+    X, y = next(iter(risk.data))
     loss = nn.MSELoss()
     optimizer = KFACOptimizer(risk.model, loss, lr=0.1)
     errors = []
