@@ -46,6 +46,7 @@ from curvlinops_plus.risk.batches import (
     gradients_of,
     mapped,
     on_device,
+    read_example_of_rows,
     tensors_of,
 )
 from curvlinops_plus.risk.calls import Output
@@ -135,7 +136,7 @@ def output_covariance(
     results = []
     start = 0
     # The first example tells how much memory one takes; other inputs can't be cut.
-    step = 1 if isinstance(inputs.X, (Tensor, Mapping)) else inputs.N
+    step = 1 if inputs.can_be_cut else inputs.N
     with preserve_state(K.risk.model, K.risk.data):
         while start < inputs.N:
             batch = inputs.batch(start, min(start + step, inputs.N))
@@ -171,6 +172,7 @@ class _PredictedInputs:
     Attributes:
         X: The inputs, on the device of the model.
         N: Number of examples.
+        can_be_cut: Whether examples can be told apart.
         risk: Model, parameters and layers.
         require_grad: Whether results have derivatives by the inputs.
     """
@@ -183,7 +185,12 @@ class _PredictedInputs:
         if self.unpack:
             X = {key: x for key, x in X.items() if key != "labels"}
         self.X = X
-        self.N = count_examples(X, None, 0, self.risk.options.batch_size_fn, self.unpack)
+        options = self.risk.options
+        self._rows = read_example_of_rows(X, options.example_of_rows, self.risk.device)
+        self.N = count_examples(X, None, 0, options.batch_size_fn, self.unpack, self._rows)
+        self._in_lists = are_in_lists(X, self.N, options.batch_size_fn)
+        is_by_rows = isinstance(X, (Tensor, Mapping)) and not self._rows
+        self.can_be_cut = self._in_lists or is_by_rows
         if not self.N:
             raise ValueError("There are no inputs to predict for.")
         tensors = tensors_of(X)
@@ -197,16 +204,23 @@ class _PredictedInputs:
     def batch(self, start: int, stop: int) -> Batch:
         """Examples `start` to `stop`; what has no axis of N examples is for all."""
         X = self.X
-        if isinstance(X, Tensor):
-            X = X[start:stop]
-        elif isinstance(X, Mapping):
+        if self._in_lists:
+            X = with_entries(X, self.N, range(start, stop))
+        elif self.can_be_cut and isinstance(X, Mapping):
             N = self.N
             X = {key: x[start:stop] if _is_by_example(x, N) else x for key, x in X.items()}
-        in_lists = are_in_lists(self.X, self.N, self.risk.options.batch_size_fn)
-        if in_lists:
-            X = with_entries(self.X, self.N, range(start, stop))
+        elif self.can_be_cut:
+            X = X[start:stop]
         y = self.risk.losses.joined([None])
-        return Batch(X, y, stop - start, self.unpack, start, in_lists=in_lists)
+        return Batch(
+            X,
+            y,
+            stop - start,
+            self.unpack,
+            start,
+            in_lists=self._in_lists,
+            example_of_rows=self._rows,
+        )
 
     def outputs(self, batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
         """Outputs [N, R, C], their shape in the model, and the axis of their C numbers there."""

@@ -53,10 +53,13 @@ class TableRead:
         before = len(self.shape) - self.table.ndim - self.behind
         return [*[1] * before, *self.table.shape, *[1] * self.behind]
 
-    def example_axes(self, num_examples: int) -> list[int]:
+    def example_axes(self, num_examples: int, is_ragged: bool = False) -> list[int]:
         """The axes along which it may be broadcast over examples.
 
         The first axis may carry several positions of each example, such as windows of an image.
+
+        Args:
+            is_ragged: It has rows of the examples, and not as many of each, one after the other.
 
         Example:
             >>> read = TableRead(torch.ones(4, 3), (5, 4, 3), lambda g: g)
@@ -66,7 +69,8 @@ class TableRead:
         axes = []
         for axis, (before, size) in enumerate(zip(self.sizes, self.shape, strict=True)):
             positions, rest = divmod(size, num_examples)
-            if before == 1 and size and not rest and (positions == 1 or axis == 0):
+            carries = size and not rest and (positions == 1 or axis == 0)
+            if before == 1 and (carries or (axis == 0 and is_ragged)):
                 axes.append(axis)
         return axes
 

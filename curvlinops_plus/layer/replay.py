@@ -334,8 +334,8 @@ class Call:
         if not self.per_example:
             reason += (
                 " No tensor among its inputs carries the examples: an object that holds several, "
-                "as a batch of graphs, can't be divided. Give one of them per batch, with "
-                "batch_size_fn=lambda X: 1."
+                "as a batch of graphs, can't be divided. Say to which example each row belongs, "
+                "example_of_rows=, or give one of them per batch, batch_size_fn=lambda X: 1."
             )
         raise RerunError(self.refusal(reason))
 

@@ -39,6 +39,8 @@ class Batch:
         forms: For each loss the form in which it reads its output; empty if all read them as they
             are.
         in_lists: Whether examples are entries of lists.
+        example_of_rows: The example of each row [M], for each kind of rows of which examples don't
+            have as many, one after the other.
     """
 
     X: Any
@@ -49,6 +51,7 @@ class Batch:
     weight: Tensor | None = None
     forms: Sequence[OutputForm] = ()
     in_lists: bool = False
+    example_of_rows: Sequence[Tensor] = ()
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -97,14 +100,63 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
         )
 
 
-def count_examples(
-    X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool
-) -> int:
-    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a
-    mapping's tensors share.
+def read_example_of_rows(
+    X: Any, function: Callable[[Any], Any] | None, device: torch.device
+) -> Sequence[Tensor]:
+    """What `example_of_rows(X)` gives, for each kind of rows.
+
+    Raises:
+        TypeError: If it is no vector of integers, and no list of such.
     """
+    if function is None:
+        return ()
+    given = function(X)
+    kinds = given if isinstance(given, (list, tuple)) else [given]
+    for examples in kinds:
+        is_vector = isinstance(examples, Tensor) and examples.ndim == 1
+        if not is_vector or examples.dtype not in (torch.int64, torch.int32):
+            came = type(examples).__name__
+            if isinstance(examples, Tensor):
+                came = f"{examples.dtype} {list(examples.shape)}"
+            raise TypeError(
+                f"example_of_rows(X) returned {came}; expected a vector of integers, the number of "
+                "the example that each row belongs to, or a list of such vectors for tensors with "
+                "other numbers of rows."
+            )
+    return [on_device(examples.long(), device) for examples in kinds]
+
+
+def count_examples(
+    X: Any,
+    y: Any,
+    index: int,
+    batch_size_fn: Callable[[Any], int] | None,
+    unpack: bool,
+    example_of_rows: Sequence[Tensor] = (),
+) -> int:
+    """N of one batch: from `batch_size_fn(X)`, the largest number of an example that has rows, the
+    first axis of X, or the first axis that a mapping's tensors share.
+
+    Raises:
+        ValueError: If rows belong to other examples.
+    """
+    largest = -1
+    for examples in example_of_rows:
+        if len(examples):
+            least, most = torch.stack(torch.aminmax(examples)).tolist()
+            if least < 0:
+                raise ValueError(f"example_of_rows(X) names example {least} of batch {index}.")
+            largest = max(largest, most)
     if batch_size_fn is not None:
-        return integer("batch_size_fn(X)", batch_size_fn(X), low=0)
+        N = integer("batch_size_fn(X)", batch_size_fn(X), low=0)
+        if largest >= N:
+            raise ValueError(
+                f"example_of_rows(X) names example {largest} of batch {index}, which has {N}, "
+                "numbered from 0, by batch_size_fn(X)."
+            )
+        return N
+    if example_of_rows:
+        return largest + 1
     if isinstance(X, Tensor) and X.ndim:
         return X.shape[0]
     carriers: list[Any] = []
@@ -185,8 +237,11 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     """Some examples of a batch, with every tensor that carries them, or every list.
 
     None if nothing in the input does, or if a tensor may have examples times positions on its first
-    axis, or something else, as a bag of tokens or the nodes of a graph.
+    axis, or something else, as a bag of tokens or the nodes of a graph, whose examples may be
+    declared.
     """
+    if batch.example_of_rows:
+        return None
     N = batch.num_examples
     if batch.in_lists:
         X = with_entries(batch.X, N, examples)

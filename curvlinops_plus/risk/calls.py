@@ -85,16 +85,11 @@ class RecordedCall:
             positions = t.shape[axis] // N
             return t.narrow(axis, examples.start * positions, len(examples) * positions)
 
-        part = copy(self)
         if self.routed is not None:
-            rows = self.routed.rows_of(examples)
+            part = self.of_rows(self.routed.rows_of(examples), vectors)
             part.routed = self.routed.of_examples(examples)
-            part.args = (self.args[0][rows],)
-            if isinstance(self.matrices, Tensor):
-                part.matrices = self.matrices[rows]
-            if self.grads is not None:
-                part.grads = self.grads[vectors, rows]
             return part
+        part = copy(self)
         if self.grads is not None:
             part.gradients = [rows_of(g[vectors], 1) for g in self.gradients]
         if self.in_axes is None:
@@ -114,14 +109,24 @@ class RecordedCall:
             part.in_axes = [None for leaf in leaves if isinstance(leaf, Tensor)]
         return part
 
-    def of_rows(self, rows: Tensor | slice) -> RecordedCall:
-        """The call for some of its gathered rows, in their order."""
+    def of_rows(self, rows: Tensor | slice, vectors: slice = slice(None)) -> RecordedCall:
+        """The call for some of its gathered rows, in their order, and some of the vectors."""
         assert self.routed is not None
         part = copy(self)
         part.routed = self.routed.subset(rows)
-        part.args = (self.args[0][rows],)
+        if isinstance(self.matrices, Tensor):
+            part.matrices = self.matrices[rows]
         if self.grads is not None:
-            part.grads = self.grads[:, rows]
+            part.gradients = [g[vectors][:, rows] for g in self.gradients]
+        if self.in_axes is None:
+            part.args = (self.args[0][rows],)
+            return part
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for k, axis in zip(tensors, self.in_axes, strict=True):
+            if axis is not None:
+                leaves[k] = leaves[k][rows]
+        part.args, part.kwargs = tree_unflatten(leaves, structure)
         return part
 
 

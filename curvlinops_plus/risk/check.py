@@ -369,8 +369,10 @@ class _BatchCheck:
                 if call.routed is None:
                     call.gradients = [self._scaled(g, 1) for g in call.gradients]
                     continue
-                factors = self.factors.to(call.grads.dtype)[call.routed.examples]
-                call.grads = call.grads * factors.view(-1, *[1] * (call.grads.ndim - 2))
+                factors = self.factors[call.routed.examples]
+                call.gradients = [
+                    g * factors.to(g.dtype).view(-1, *[1] * (g.ndim - 2)) for g in call.gradients
+                ]
                 call.routed = call.routed.of_one_example()
             # The examples are taken for positions of one: their sum is one product.
             example = batch_of(layer, batch.calls, 1)

@@ -113,7 +113,7 @@ class DryPass:
         self.of_gathered: set[str] = set()
         self.moves_rows = False
         self._called = set[str]()
-        self._rows = GatheredRows(batch.num_examples)
+        self._rows = GatheredRows(batch.num_examples, batch.example_of_rows)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
         # Frozen ones, too, leave a trace in what is computed from these.
@@ -189,7 +189,7 @@ class DryPass:
         """Whether some tensor may carry the examples on its first axis or the second."""
         tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
         sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
-        return any(n and n % self._examples == 0 for n in sizes)
+        return any(map(self._rows.may_have_examples, sizes))
 
     def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
         """The read of now of a parameter."""
@@ -218,7 +218,7 @@ class DryPass:
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
         if self._stack:  # a training loop's pass is recorded in the model, not behind it
-            reads = self._tables.reads(function, args, kwargs, out, self._examples)
+            reads = self._tables.reads(function, args, kwargs, out, self._examples, self._rows)
         # Others give shapes, detached copies, and views of parameters.
         if not reads and all(self._views.key(t) is not None for t in outputs):
             if not outputs and sources is not None:
@@ -322,7 +322,9 @@ class DryPass:
         if self._rows.places(product.input) is not None:
             return True
         rows = product.input.shape[int(product.of_stack and product.ends is None)]
-        return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
+        return self._rows.may_have_examples(rows) or (
+            rows == 1 and product.function.name == "embedding"
+        )
 
 
 def _few(model: nn.Module, batch: Batch) -> Batch | None:

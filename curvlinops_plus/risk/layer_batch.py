@@ -123,6 +123,9 @@ class LayerBatch:
         256 MiB on a GPU.
         """
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)
+        # Gradients of rows, where these are treated one by one.
+        by_row = [call.routed for call in self.calls if not isinstance(call.rule, AffineRule)]
+        numbers *= max([routed.length for routed in by_row if routed is not None], default=1)
         return self._cut(_PIECE_BYTES, numbers)
 
     def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
@@ -559,9 +562,12 @@ class LayerBatch:
                 key = call.use.keys.get(local)
                 if key not in self.keys:
                     continue
-                if J.shape[1] != N:
-                    J = J.unflatten(1, (N, -1)).sum(2)
                 J = J.to(dtype)
+                if call.routed is not None and not isinstance(call.rule, AffineRule):
+                    zeros = J.new_zeros(len(J), N, *J.shape[2:])
+                    J = zeros.index_add_(1, call.routed.examples, J)
+                elif J.shape[1] != N:
+                    J = J.unflatten(1, (N, -1)).sum(2)
                 total[key] = total[key] + J if key in total else J
         # A module of a tied parameter may not be called in this batch.
         for key in self.keys:
@@ -586,7 +592,7 @@ class LayerBatch:
                     bias = self.layer.params[call.use.keys["bias"]]
                     return {"bias": g.sum(2).reshape(*g.shape[:2], *bias.shape)}
                 return rule.split(module, outer_products(g, self._inputs[k]), g)
-            gradients = [rule.masked(g, self.mask) for g in call.gradients]
+            gradients = [self._masked(call, g) for g in call.gradients]
             grads = gradients if isinstance(call.grads, list) else gradients[0]
             return rule.example_grads(
                 module, call.args, call.kwargs, grads, call.in_axes, call.out_axes
@@ -599,6 +605,18 @@ class LayerBatch:
         # UnsupportedError is both.
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{name}: {error}") from error
+
+    def _masked(self, call: RecordedCall, g: Tensor) -> Tensor:
+        """Output gradients of a call by its rule, zero where the mask says that a position does not
+        count.
+        """
+        routed = call.routed
+        if routed is None:
+            return call.rule.masked(g, self.mask)
+        if self.mask is None or self.mask.shape[1] != routed.num_positions:
+            return g
+        counted = self.mask[routed.examples, routed.positions]
+        return g * counted.view(-1, *[1] * (g.ndim - 2))
 
 
 def _beside(t: Tensor, ndim: int) -> Tensor:

@@ -378,7 +378,7 @@ class Recorder:
     def start(self, batch: Batch) -> None:
         """Begin to record a forward pass on a batch; the one before is forgotten."""
         self._forget()
-        self.last = self._new_pass(batch.num_examples, batch.in_lists)
+        self.last = self._new_pass(batch)
         self.disabled.depth = 0  # an interrupt may have left it
         self._thread = this_thread()
         self._broadcast.begin()
@@ -408,8 +408,12 @@ class Recorder:
         finally:
             self.disabled.depth = depth
 
-    def _new_pass(self, num_examples: int = 0, in_lists: bool = False) -> RecordedPass:
-        rows = GatheredRows(num_examples) if self.gathers and num_examples else None
+    def _new_pass(self, batch: Batch | None = None) -> RecordedPass:
+        rows = None
+        if self.gathers and batch is not None and batch.num_examples:
+            rows = GatheredRows(batch.num_examples, batch.example_of_rows)
+        num_examples = 0 if batch is None else batch.num_examples
+        in_lists = batch is not None and batch.in_lists
         return RecordedPass(num_examples, in_lists, self.backward, self.own_pass, rows)
 
     def _forget(self) -> None:
@@ -503,12 +507,9 @@ class Recorder:
         """What a function returned, and the tables that it broadcasts, along an axis if one is
         given.
         """
-        if self._broadcast.keys:
-            call = self._broadcast.call(function, args, kwargs, self.last.num_examples, axis)
-        else:
-            call = TableCall(function(*args, **kwargs))
-        if self.last.rows is not None:
-            self.last.rows.follow(function, args, kwargs, call.output)
+        rows = self.last.rows
+        number = self.last.num_examples
+        call = self._broadcast.call(function, args, kwargs, number, rows, axis)
         self._views.select(function, args, call.output)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
@@ -589,8 +590,9 @@ def _resumed(recorder: weakref.ref[Recorder]) -> AbstractContextManager[None]:
 
 
 def follows_rows(risk: EmpiricalRisk) -> bool:
-    """Whether passes follow rows that are gathered."""
-    return risk.reads is not None and risk.reads.gathered
+    """Whether passes follow rows that are gathered, or ragged."""
+    is_gathered = risk.reads is not None and risk.reads.gathered
+    return is_gathered or risk.options.example_of_rows is not None
 
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:

@@ -150,7 +150,7 @@ class RecordedPass:
         routed = None
         axes = [axis]
         if fold is None:
-            routed = self._routed(reads[0], inputs)
+            routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
         outputs = []
@@ -219,26 +219,35 @@ class RecordedPass:
         edge = get_gradient_edge(t) if self.backward else None
         return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed)
 
-    def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
-        """To which examples the rows of an input belong that was gathered, or of which each meets a
-        matrix of its own; None of others.
+    def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
+        """To which examples the rows of a call belong that were gathered or are ragged, or of which
+        each meets a matrix of its own; None of others.
         """
-        if not isinstance(read.rule, AffineRule):
+        rows = self.rows
+        matrices = read.matrices
+        if rows is None and not isinstance(matrices, Tensor):
             return None
-        if self.rows is None and not isinstance(read.matrices, Tensor):
+        is_affine = isinstance(read.rule, AffineRule)
+        if axis and not is_affine:
             return None
-        x = read.rule.input_of(read.use.module, *inputs)
-        places = None if self.rows is None else self.rows.places(x)
-        if not isinstance(read.matrices, Tensor):
-            return None if places is None else RoutedRows.of(places, self.num_examples)
-        axes = read.matrices.ndim
+        x = read.rule.input_of(read.use.module, *inputs) if is_affine else output
+        places = None if rows is None else rows.places(x)
+        if not isinstance(matrices, Tensor):
+            assert rows is not None
+            if places is None and not axis and not rows.are_known(x):
+                raise self._not_by_example(read.use, f"got {list(x.shape)}")
+            # Others treat rows one by one, if examples don't have as many.
+            if places is None or not (is_affine or rows.moves_rows(x)):
+                return None
+            return RoutedRows.of(places, self.num_examples)
+        axes = matrices.ndim
         if places is None:
             # The rows of all examples, once or for each matrix.
-            rows = x.shape[axes - 1]
-            if rows % self.num_examples:
+            number = x.shape[axes - 1]
+            if number % self.num_examples:
                 raise self._not_by_example(read.use, f"got {list(x.shape)}")
-            index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
-            places = Origins(index.flatten(), rows)
+            index = torch.arange(number, device=x.device).expand(matrices.shape)
+            places = Origins(index.flatten(), number)
         return replace(RoutedRows.of(places, self.num_examples), axes=axes)
 
     def _routed_call(
@@ -249,10 +258,22 @@ class RecordedPass:
         Which layers see some differs from batch to batch, so they are of no `kinds`.
         """
         index, use, rule, matrices = read
-        x = rule.input_of(use.module, *inputs).detach()
+        if isinstance(rule, AffineRule):
+            x = rule.input_of(use.module, *inputs).detach()
+            call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
+        else:
+            leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
+            in_axes: list[int | None] = []
+            for k, t in enumerate(leaves):
+                if not isinstance(t, Tensor):
+                    continue
+                has_rows = t.ndim > 0 and len(t) == len(routed.order)
+                leaves[k] = routed.sorted(t.detach()) if has_rows else t.detach()
+                in_axes.append(0 if has_rows else None)
+            args, kwargs = tree_unflatten(leaves, structure)
+            call = RecordedCall(use, rule, args, kwargs, in_axes, index, False, outputs)
         if isinstance(matrices, Tensor):
             matrices = routed.sorted(matrices)
-        call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
         call.routed = routed
         call.matrices = matrices
         return call
@@ -340,7 +361,8 @@ class RecordedPass:
         return OutsideReads(
             f"{use.title} {fact} in a batch of {self.num_examples} examples: expected "
             "floating-point numbers, whose first axis carries the examples, or a multiple of "
-            f"them. If another does, pass EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
+            f"them. If another does, pass EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}); "
+            "if examples have different numbers of rows, example_of_rows=. "
             "A table for all examples, as of positions, needs an axis of size 1 for them, as "
             f"embedding(places[None]). Or leave its parameters {list(use.keys.values())} out of "
             "`params`.",

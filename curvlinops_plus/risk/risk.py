@@ -28,6 +28,7 @@ from curvlinops_plus.risk.batches import (
     mapped,
     on_device,
     prepare_graph,
+    read_example_of_rows,
     refuse_outside_reads,
 )
 from curvlinops_plus.risk.found_reads import FoundReads
@@ -95,6 +96,7 @@ class AllRiskKeywords(RiskKeywords, total=False):
     """All options of `EmpiricalRisk`."""
 
     batch_size_fn: Callable[[Any], int] | None
+    example_of_rows: Callable[[Any], Any] | None
     num_data: int | None
     num_per_example_loss_terms: int | None
     progressbar: bool
@@ -134,6 +136,12 @@ class EmpiricalRisk(ModelParameters):
         example_axis: Module name or glob to the axis that carries the examples, where it is not the
             first.
         batch_size_fn: Number of examples of an input that is not a tensor.
+        example_of_rows: For examples of which layers see different numbers of rows, such as the
+            nodes of several graphs one after the other: `example_of_rows(X)` gives the number of
+            the example of each row, M integers from 0 on. Tensors with M rows have these. For
+            several kinds of rows it gives a list, `lambda g: [g.batch, g.batch[g.edge_index[0]]]`
+            for nodes and edges. N is one more than the largest number, unless there is
+            `batch_size_fn`.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1.
@@ -219,6 +227,7 @@ class EmpiricalRisk(ModelParameters):
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
+        example_of_rows: Callable[[Any], Any] | None = None,
         num_data: int | None = None,
         num_per_example_loss_terms: int | None = None,
         shift_labels: bool | None = None,
@@ -243,6 +252,7 @@ class EmpiricalRisk(ModelParameters):
             mask,
             example_axes(modules, example_axis),
             batch_size_fn,
+            example_of_rows,
             num_data,
             num_per_example_loss_terms,
             shift_labels,
@@ -362,11 +372,12 @@ class EmpiricalRisk(ModelParameters):
         y = mapped(on_device, y, self.device)
         # Before examples are counted: it may take its numbers out of a mapping.
         weight = None if options.weight is None else options.weight(X, y, *extras)
-        N = count_examples(X, y, index, options.batch_size_fn, unpack)
+        rows = read_example_of_rows(X, options.example_of_rows, self.device)
+        N = count_examples(X, y, index, options.batch_size_fn, unpack, rows)
         if options.weight is not None:
             weight = _checked_weight(weight, N, index, self.device)
         in_lists = are_in_lists(X, N, options.batch_size_fn)
-        batch = Batch(X, y, N, unpack, first, weight, in_lists=in_lists)
+        batch = Batch(X, y, N, unpack, first, weight, in_lists=in_lists, example_of_rows=rows)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -382,9 +393,11 @@ class EmpiricalRisk(ModelParameters):
             raise UnsupportedError(
                 "weight= comes with the targets. Give whole batches, to `update` or `listen`."
             )
-        N = count_examples(X, None, 0, self.options.batch_size_fn, unpack)
-        in_lists = are_in_lists(X, N, self.options.batch_size_fn)
-        return Batch(X, None, N, unpack, in_lists=in_lists)
+        options = self.options
+        rows = read_example_of_rows(X, options.example_of_rows, self.device)
+        N = count_examples(X, None, 0, options.batch_size_fn, unpack, rows)
+        in_lists = are_in_lists(X, N, options.batch_size_fn)
+        return Batch(X, None, N, unpack, in_lists=in_lists, example_of_rows=rows)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the
@@ -532,6 +545,7 @@ class RiskOptions:
     mask: Callable[[Any, Any], Tensor] | None = None
     example_axis: Mapping[str, int] | None = None
     batch_size_fn: Callable[[Any], int] | None = None
+    example_of_rows: Callable[[Any], Any] | None = None
     num_data: int | None = None
     num_per_example_loss_terms: int | None = None
     shift_labels: bool | None = None
@@ -618,6 +632,11 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     function("weight", options.weight, "weight(X, y, ...) -> tensor [N], called with each batch")
     function(
         "batch_size_fn", options.batch_size_fn, "batch_size_fn(X) -> N, called with each input"
+    )
+    function(
+        "example_of_rows",
+        options.example_of_rows,
+        "example_of_rows(X) -> integers [M], called with each input",
     )
     flag("progressbar", options.progressbar)
     flag("shift_labels", options.shift_labels, optional=True)

@@ -1,9 +1,12 @@
-"""Rows that a model gathers: from which example each of them comes.
+"""Rows of which examples don't have as many, one after the other: to which example each belongs.
 
 In a mixture of experts a layer sees some rows of the examples, in an order of their own:
 `x[index]`, `x[mask]`, `x.index_select(0, index)`. The same function of the rows' places tells where
 its result comes from, and functions that keep rows hand the places on. Only functions that are
 known here do; behind others nothing is known of rows, and layers are treated as everywhere else.
+
+Of nodes of several graphs, and of other rows that are ragged from the beginning, the user says the
+example (`example_of_rows=`). They are told by their number.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from curvlinops_plus.errors import UnsupportedError
+
 
 class Origins(NamedTuple):
     """Where the rows of a tensor come from.
@@ -29,6 +34,24 @@ class Origins(NamedTuple):
 
     index: Tensor
     total: int
+
+    @classmethod
+    def of_ragged(cls, examples: Tensor, num_examples: int) -> Origins:
+        """Of rows of these examples, each at the next position of its example, as if examples had
+        as many positions as the longest.
+
+        Example:
+            >>> Origins.of_ragged(torch.tensor([0, 1, 1, 0, 1]), 2)
+            Origins(index=tensor([0, 3, 4, 1, 5]), total=6)
+        """
+        counts = torch.bincount(examples, minlength=num_examples)
+        order = examples.argsort(stable=True)
+        first_rows = counts.cumsum(0) - counts
+        places = torch.arange(len(examples), device=examples.device)
+        positions = torch.empty_like(examples)
+        positions[order] = places - first_rows[examples[order]]
+        length = int(counts.max())
+        return cls(examples * length + positions, num_examples * length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +166,8 @@ class GatheredRows:
     Args:
         num_examples: Of the batch. What has as many rows, or a multiple of them, has rows of the
             examples, one after the other, until a function gathers some.
+        example_of_rows: The example of each row, for kinds of rows of which examples don't have as
+            many. What has as many rows has these, also what a function has scattered to them.
 
     Example:
         >>> x, rows = torch.rand(6, 3), GatheredRows(2)
@@ -155,13 +180,31 @@ class GatheredRows:
         Origins(index=tensor([5, 0]), total=6)
     """
 
-    def __init__(self, num_examples: int) -> None:
+    def __init__(self, num_examples: int, example_of_rows: Sequence[Tensor] = ()) -> None:
         self.num_examples = num_examples
         self._places = WeakTensorKeyDictionary()
+        #: Number of rows to where they come from, of those of which examples don't have as many.
+        self._ragged: dict[int, Origins] = {}
+        for number, examples in _kinds_by_number(num_examples, example_of_rows).items():
+            self._ragged[number] = Origins.of_ragged(examples, num_examples)
+        self._are_ragged = bool(example_of_rows)
 
     def places(self, t: Tensor) -> Origins | None:
-        """Where the rows of a tensor come from; None if it was not gathered."""
-        return self._places.get(t) if len(self._places) else None
+        """Where the rows of a tensor come from; None if each example has as many, one after the
+        other.
+        """
+        places = self._places.get(t) if len(self._places) else None
+        if places is not None or not self._ragged or not t.ndim or isinstance(t, nn.Parameter):
+            return places
+        return self._ragged.get(len(t))
+
+    def are_known(self, t: Tensor) -> bool:
+        """Whether it is known to which examples rows belong that no function has gathered."""
+        return not self._are_ragged or (t.ndim > 0 and len(t) == self.num_examples)
+
+    def may_have_examples(self, size: int) -> bool:
+        """Whether the rows of so long an axis may belong to examples."""
+        return size in self._ragged or (size > 0 and size % self.num_examples == 0)
 
     def moves_rows(self, t: Tensor) -> bool:
         """Whether a tensor was gathered, and its rows are not as many of each example, one after
@@ -186,7 +229,7 @@ class GatheredRows:
     ) -> None:
         """Note where rows of the result of a function come from."""
         gather = _GATHERS.get(function)
-        if gather is None and not len(self._places):
+        if gather is None and not len(self._places) and not self._ragged:
             return
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         if not all(isinstance(t, Tensor) for t in outputs):
@@ -259,6 +302,28 @@ class GatheredRows:
                 places = self.places(t)
                 if places is not None:
                     yield t, places
+
+
+def _kinds_by_number(num_examples: int, example_of_rows: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Number of rows to their examples, without that of rows of which each example has one.
+
+    Raises:
+        UnsupportedError: If one number is that of two kinds.
+    """
+    if not example_of_rows:
+        return {}
+    kinds = {num_examples: torch.arange(num_examples, device=example_of_rows[0].device)}
+    for examples in example_of_rows:
+        known = kinds.setdefault(len(examples), examples)
+        if known is not examples and not torch.equal(known, examples):
+            raise UnsupportedError(
+                f"In a batch of {num_examples} examples there are two kinds of {len(examples)} "
+                "rows, of which examples have different numbers (example_of_rows=, or one row for "
+                "each example), and rows are told by their number. Put another example into the "
+                "batch, or leave one out."
+            )
+    del kinds[num_examples]
+    return kinds
 
 
 def _kept_rows(

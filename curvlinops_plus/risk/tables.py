@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from curvlinops_plus.layer.broadcast import BroadcastRule, TableOfPass, TableRead, table_reads
 from curvlinops_plus.risk.calls import OutsideReads, title
+from curvlinops_plus.risk.routes import GatheredRows
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.layers import ModuleUse
@@ -104,11 +105,13 @@ class Tables:
         kwargs: Mapping[str, Any],
         output: Any,
         num_examples: int,
+        rows: GatheredRows | None = None,
         known: Mapping[Any, Collection[Place]] | None = None,
     ) -> list[tuple[TableRead, Place]]:
         """The tables with parameters in them that a call broadcasts over examples.
 
         Args:
+            rows: Knows rows of which examples don't have as many, one after the other.
             known: What a table is made of to where it is broadcast. Any axis may have as many
                 entries as there are examples.
         """
@@ -117,7 +120,10 @@ class Tables:
             with_places = []
             for read in reads:
                 sources = self.of(read.table)
-                axes = read.example_axes(num_examples) if sources else []
+                axes = []
+                if sources:
+                    is_ragged = rows is not None and rows.moves_rows(output)
+                    axes = read.example_axes(num_examples, is_ragged)
                 places = [(name, (len(read.shape), axis)) for axis in axes]
                 if known is not None and sources:
                     places = [place for place in places if place in known[sources[0]]]
@@ -150,6 +156,15 @@ class TableCall:
 class _Outside(NamedTuple):
     use: ModuleUse
     error: OutsideReads
+
+
+def _run(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rows: GatheredRows | None
+) -> Any:
+    output = function(*args, **kwargs)
+    if rows is not None:
+        rows.follow(function, args, kwargs, output)
+    return output
 
 
 class BroadcastUses:
@@ -215,28 +230,34 @@ class BroadcastUses:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
+        rows: GatheredRows | None = None,
         axis: int | None = None,
     ) -> TableCall:
         """Call a function.
 
         Args:
+            rows: Follows rows of which examples don't have as many, one after the other.
             axis: Where the examples are, if it is known.
         """
+        if not self.keys:
+            return TableCall(_run(function, args, kwargs, rows))
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
         sources = tables.of_all(inputs)
         keys = dict.fromkeys(key for t in inputs for key in tables.of(t) or ())
         if not keys:
-            output = function(*args, **kwargs)
+            output = _run(function, args, kwargs, rows)
             if sources is not None:
                 tables.add(output, ())
             return TableCall(output)
         if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
-        output = function(*args, **kwargs)
-        reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
+        output = _run(function, args, kwargs, rows)
+        reads = tables.reads(function, args, kwargs, output, num_examples, rows, self._places)
         if reads and axis in (None, reads[0][1][1][1]):
-            return self._read(output, reads, num_examples)
+            is_ragged = rows is not None and rows.moves_rows(output)
+            size = output.shape[reads[0][1][1][1]]
+            return self._read(output, reads, 1 if is_ragged else size // num_examples)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
         )
@@ -268,11 +289,12 @@ class BroadcastUses:
         return self._leaves[key]
 
     def _read(
-        self, output: Any, reads: Sequence[tuple[TableRead, Place]], num_examples: int
+        self, output: Any, reads: Sequence[tuple[TableRead, Place]], positions: int
     ) -> TableCall:
-        """The layers that a call reads, each with its tables."""
+        """The layers that a call reads, each with its tables, along an axis with so many positions
+        of each example, or with ragged rows.
+        """
         _, (_, axis) = reads[0][1]
-        positions = output.shape[axis] // num_examples
         layers: list[tuple[int, ModuleUse, BroadcastRule]] = []
         for read, _ in reads:
             for key in self.tables.of(read.table) or ():

@@ -23,14 +23,13 @@ from curvlinops_plus.linalg.numerics import check_finite, damped_cholesky
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.linalg.solvers import cg
-from curvlinops_plus.optim.reconfiguration.scores import (
+from curvlinops_plus.optim.reconfiguration.amplitude import (
     Amplitude,
-    Ensemble,
     LogAmplitude,
     LogPsi,
     PsiParams,
-    Scores,
 )
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores
 from curvlinops_plus.options import flag, integer, number, one_of
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]

@@ -25,6 +25,12 @@ from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.precision import plain_mode
+from curvlinops_plus.optim.reconfiguration.amplitude import (
+    Amplitude,
+    LogAmplitude,
+    LogPsi,
+    PsiParams,
+)
 from curvlinops_plus.optim.reconfiguration.damped_solve import (
     DampedSystem,
     Mode,
@@ -32,14 +38,7 @@ from curvlinops_plus.optim.reconfiguration.damped_solve import (
     SolveReport,
     check_options,
 )
-from curvlinops_plus.optim.reconfiguration.scores import (
-    Amplitude,
-    Ensemble,
-    LogAmplitude,
-    LogPsi,
-    PsiParams,
-    name_samples,
-)
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, name_samples
 from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.options import one_of, tensor_of
 

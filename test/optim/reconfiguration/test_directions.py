@@ -18,7 +18,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError
 from curvlinops_plus.optim import StochasticReconfiguration, fisher_inverse
 from curvlinops_plus.optim import stochastic_reconfiguration as sr
 from curvlinops_plus.optim.reconfiguration.damped_solve import smoothed_pseudo_inverse
-from curvlinops_plus.optim.reconfiguration.scores import LogAmplitude
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from test.optim.reconfiguration.amplitudes import (
     C128,
     F64,
