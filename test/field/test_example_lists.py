@@ -137,13 +137,13 @@ def test_predictions_gradients_and_training() -> None:
 
 def test_in_a_mapping_beside_other_lists() -> None:
     X = of_sizes(SIZES["ragged"], 4)
-    model = Written(lambda s, x: s.inner(x["bags"]), inner=net(bags))
+    model = Written(lambda s, x: s.inner(x["bags"]) * sum(x["scales"]), inner=net(bags))
     data = []
     for start in range(0, 8, 4):
         part = slice(start, start + 4)
-        data.append(({"bags": X[part], "scales": (1.0, 2.0)}, Y[part]))
+        data.append(({"bags": X[part], "scales": (1.0, 2.0, 0.5, 0.1, 0.3)}, Y[part]))
     risk = EmpiricalRisk(model, nn.MSELoss(), data, batch_size_fn=lambda X: len(X["bags"]))
-    J = output_rows(model, [{"bags": [x]} for x in X])
+    J = output_rows(net(bags), [[x] for x in X]) * 3.9
     close(curvature(risk, DiagonalBlock).diagonal(), J.square().sum(0) * 2 / 16)
 
 
@@ -151,8 +151,12 @@ def test_in_a_mapping_beside_other_lists() -> None:
 def test_several_inputs_in_a_list_are_no_examples(size: int) -> None:
     """Batches of two, and two inputs: the function that counts examples tells which is which."""
     torch.manual_seed(0)
-    members = {"p": nn.Linear(4, 3), "q": nn.Linear(2, 3), "b": nn.Linear(3, 2)}
-    model = Written(lambda s, x: s.b(torch.tanh(s.p(x[0]) + s.q(x[1]))), **members).double()
+
+    def by_einsum(s: Any, x: Any) -> Tensor:
+        return s.b(torch.tanh(torch.einsum("ni,io->no", x[0], s.p) + s.q(x[1])))
+
+    members = {"p": nn.Parameter(torch.randn(4, 3)), "q": nn.Linear(2, 3), "b": nn.Linear(3, 2)}
+    model = Written(by_einsum, **members).double()
     P, Q = normal(8, 4, seed=1), normal(8, 2, seed=2)
     parts = [slice(n, n + size) for n in range(0, 8, size)]
     data = [([P[part], Q[part]], Y[part]) for part in parts]
