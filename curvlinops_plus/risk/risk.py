@@ -36,7 +36,7 @@ from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
-from curvlinops_plus.risk.output_forms import in_form
+from curvlinops_plus.risk.output_forms import in_form, with_example_axis
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
@@ -437,6 +437,10 @@ class EmpiricalRisk(ModelParameters):
         if self.checked.batch_norm and is_graph:
             self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
         targets = self.losses.matched(batch.y, "target", "The batch has")
+        if batch.num_examples == 1:
+            fewest = [loss.fewest_axes for loss in self.losses]
+            pairs = map(with_example_axis, outputs, targets, fewest)
+            outputs, targets = zip(*pairs, strict=True)
         if is_shifted:
             parts = map(shifted_labels, self.losses, outputs, targets, class_axes)
             outputs, targets, class_axes = zip(*parts)
