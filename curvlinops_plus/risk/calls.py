@@ -140,6 +140,7 @@ class Output:
         fold: Number of examples if that axis carries positions and, inside them, examples.
         edge: Where autograd delivers the gradient.
         routed: To which examples its rows belong, if they were gathered.
+        is_squeezed: Whether it is that of a single example, and had no axis for it.
     """
 
     shape: torch.Size
@@ -149,6 +150,7 @@ class Output:
     fold: int | None
     edge: Any
     routed: RoutedRows | None = None
+    is_squeezed: bool = False
 
     @property
     def rows(self) -> int:
@@ -163,6 +165,8 @@ class Output:
         """
         if g is None:
             g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
+        elif self.is_squeezed:
+            g = g.reshape(-1, *self.shape)
         elif g.ndim == len(self.shape):
             g = g.unsqueeze(0)
         if self.routed is not None:

@@ -149,7 +149,8 @@ class RecordedPass:
         places = self._places_of_outputs(use, rule, inputs, output, leaves)
         routed = None
         axes = [axis]
-        if fold is None:
+        is_squeezed = self._is_squeezed(reads[0], inputs)
+        if fold is None and not is_squeezed:
             routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
@@ -168,7 +169,7 @@ class RecordedPass:
                 expanded = True
             leaves[k] = t
             if not self.is_over:
-                outputs.append(self._output(use, t, on, fold, routed))
+                outputs.append(self._output(use, t, on, fold, routed, is_squeezed))
         if not self.is_over:
             for read in reads:
                 if routed is None:
@@ -199,15 +200,31 @@ class RecordedPass:
             raise self._not_by_example(use, f"returned a {kind}")
         return places
 
+    def _is_squeezed(self, read: LayerRead, inputs: Any) -> bool:
+        """Whether the input of a call is that of a single example, without an axis for it."""
+        if self.num_examples != 1 or not isinstance(read.rule, AffineRule):
+            return False
+        if read.use.function is not None:
+            return False
+        x = read.rule.input_of(read.use.module, *inputs)
+        return read.rule.lacks_examples(read.use.module, x)
+
     def _output(
-        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, routed: RoutedRows | None
+        self,
+        use: ModuleUse,
+        t: Tensor,
+        axis: int,
+        fold: int | None,
+        routed: RoutedRows | None,
+        is_squeezed: bool,
     ) -> Output:
         """An output that gradients arrive at, whose rows belong to examples.
 
         Raises:
             OutsideReads: If they don't.
         """
-        rows = fold or (t.shape[axis] if t.ndim > axis else 0)
+        shape = torch.Size((1, *t.shape)) if is_squeezed else t.shape
+        rows = fold or (shape[axis] if len(shape) > axis else 0)
         by_example = rows > 0 and rows % self.num_examples == 0
         if routed is not None:
             by_example = t.shape[: routed.axes].numel() == len(routed.order)
@@ -217,7 +234,7 @@ class RecordedPass:
         self.dtypes.add(t.dtype)
         self.numbers += t.numel()
         edge = get_gradient_edge(t) if self.backward else None
-        return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed)
+        return Output(shape, t.dtype, t.device, axis, fold, edge, routed, is_squeezed)
 
     def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
         """To which examples the rows of a call belong that were gathered or are ragged, or of which
@@ -307,7 +324,7 @@ class RecordedPass:
                 raise self._not_by_example(use, f"returned {list(output.shape)}")
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
             read_tensor = rule.input_of(use.module, *inputs).detach()
-            x = read_tensor
+            x = read_tensor[None] if outputs[0].is_squeezed else read_tensor
             if axis or expanded or fold is not None:
                 x, _ = self._examples_first(use, x, axis, fold, expanded)
             if x.shape[0] != rows:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus import (
+    EKFAC,
     GGN,
+    KFAC,
     DiagonalBlock,
     Empirical,
     EmpiricalRisk,
@@ -112,6 +114,44 @@ def test_training_with_a_last_batch_of_one(name: str, vectors: Any) -> None:
         assert not optimizer.curvature.withdrawn
         ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     close(*ends)
+
+
+def pooled(squeeze: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Pools an image, and squeezes in front of the head."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.adaptive_avg_pool2d(torch.tanh(s.conv(x)), 1)
+        return s.head(torch.tanh(s.a(squeeze(h))))
+
+    torch.manual_seed(0)
+    members = {"conv": nn.Conv2d(1, 5, 2), "a": nn.Linear(5, 4), "head": nn.Linear(4, 3)}
+    return Written(forward, **members).double()
+
+
+@pytest.mark.parametrize("name", ["vectors", "classes"])
+def test_layers_behind_it_in_a_last_batch_of_one(name: str) -> None:
+    loss, y, _ = PROBLEMS[name]
+    images = X.view(8, 1, 2, 2)
+    data = [(images[:7], y[:7]), (images[7:], y[7:])]
+    squeezed = EmpiricalRisk(pooled(torch.squeeze), loss, data)
+    plain = EmpiricalRisk(pooled(lambda h: h.flatten(1)), loss, [(images, y)])
+    for approximation in (KFAC, EKFAC, DiagonalBlock):
+        for vectors in (Exact(), Empirical()):
+            one, two = (curvature(r, approximation, vectors=vectors) for r in (squeezed, plain))
+            close(one.to_dense(), two.to_dense())
+            assert not any(error > 1e-9 for *_, error in one.verify().rows)
+    optimizer = KFACOptimizer(squeezed.model, loss, lr=0.1)
+    other = KFACOptimizer(plain.model, loss, lr=0.1)
+    for rows in (slice(0, 7), slice(7, 8)):
+        for optimized, net in ((optimizer, squeezed.model), (other, plain.model)):
+            output = net(images[rows])
+            optimized.zero_grad()
+            # PyTorch's losses ask for a target without the axis, too.
+            target = y[rows] if output.ndim == 2 else y[7]
+            loss(output, target).backward()
+            optimized.step()
+    for p, q in zip(squeezed.model.parameters(), plain.model.parameters(), strict=True):
+        close(p, q)
 
 
 def test_predictions_for_one() -> None:
