@@ -173,8 +173,9 @@ def count_examples(
         raise ValueError(
             f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, "
             "without a first axis that carries them. Pass `batch_size_fn`, a function of X that "
-            "returns the number: `batch_size_fn=len` for a list with an entry for each example, or "
-            "for instance `batch_size_fn=lambda X: len(X[0])`."
+            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`, or `len` for a "
+            "list with an entry for each example; of several graphs in one object "
+            "`example_of_rows`."
         )
     return sizes.pop()
 

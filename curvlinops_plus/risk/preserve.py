@@ -150,7 +150,7 @@ def refuse_capture(device: str) -> None:
 
 
 def _is_capturing() -> bool:
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Once:

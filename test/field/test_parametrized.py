@@ -222,4 +222,4 @@ def test_training_in_a_cache_is_training_without(around: str, vectors: Any) -> N
                 optimizer.step()
         assert not optimizer.curvature.withdrawn
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    close(*ends)
+    close(ends[0], ends[1])
