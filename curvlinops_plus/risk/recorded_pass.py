@@ -104,9 +104,11 @@ class RecordedPass:
         Beside calls with a graph, as where a model feeds a first result back into itself, such
         calls add nothing.
         """
-        by_layer = self.by_layer
+        if not self.without_graph:
+            return None
+        with_graph = {call.layer for call in self.calls}
         for index, use in self.without_graph.items():
-            if index not in by_layer:
+            if index not in with_graph:
                 return use, UnsupportedError(
                     f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                     "checkpointing, pass use_reentrant=False; if it is a frozen part of the "

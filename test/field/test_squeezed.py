@@ -31,6 +31,7 @@ from curvlinops_plus import (
 from test.cases import close
 from test.helpers import Written, normal
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using a target size")
 X = normal(8, 4, seed=1)
 NUMBERS, VECTORS = normal(8, seed=2), normal(8, 3, seed=3)
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2, 2, 1])
