@@ -371,6 +371,12 @@ class CurvatureEstimator:
         elif batch.num_examples:
             # Raises the error again if it finds no more than was known.
             self._take_plan(self.plan.learned(batch, error))
+            if self._sums.withdrawn.issuperset(self._sums.layers):
+                raise UnsupportedError(
+                    f"{error} Nothing is left of which a pass tells the gradients of each example: "
+                    "in training mode dropout keeps the model from being run again. Restructure "
+                    "that part of the model, or take another optimizer."
+                )
         else:  # other processes have examples, and tell what they find
             self.risk.reads = None
             self._take_plan(self.plan.renewed())

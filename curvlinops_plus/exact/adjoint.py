@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.differentiable import is_once_differentiable, require_differentiable
+from curvlinops_plus.exact.differentiable import gradients_with_graph, is_once_differentiable
 from curvlinops_plus.exact.passes import Pass, Passes, fixed_vectors
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk.batches import Batch, gradients_of, tensors_of
+from curvlinops_plus.risk.batches import Batch, tensors_of
 from curvlinops_plus.risk.preserve import with_short_products
 
 # By bytes of the coarsest numbers, how far the two sides of an identity may be apart: of products,
@@ -184,5 +184,4 @@ def _require_twice(run: Pass) -> None:
     """
     reached = [f for f in run.outputs if f.requires_grad]
     sent = [v[0].requires_grad_() for v in fixed_vectors(reached)]
-    gradients = gradients_of(reached, run.parameters, sent, True, create_graph=True)
-    require_differentiable([g for g in gradients if g is not None], run.outputs)
+    gradients_with_graph(reached, run.parameters, sent)

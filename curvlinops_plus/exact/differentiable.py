@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from curvlinops_plus.contexts import Endings
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.batches import postorder
+from curvlinops_plus.risk.batches import gradients_of, postorder
 from curvlinops_plus.risk.preserve import preserve_state
 
 _NAME = "_weight_norm"
@@ -183,32 +183,71 @@ def is_once_differentiable(error: RuntimeError) -> bool:
     return isinstance(error, NotTwiceDifferentiable) or bool(_MISSING.search(str(error)))
 
 
-def require_differentiable(gradients: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Refuse gradients that autograd takes for constants where it can't differentiate them.
+def gradients_with_graph(
+    outputs: Sequence[Tensor], inputs: Sequence[Any], sent: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Gradients that are to be differentiated, of which autograd takes none for a constant that is
+    none.
 
-    A function under `once_differentiable` leaves a node that raises in `backward()`, and is skipped
-    by `torch.autograd.grad`.
+    It does so where an autograd function computes them without a graph, under `torch.no_grad()` as
+    those that integrate by the adjoint method, and under `once_differentiable`: that leaves a node
+    that raises in `backward()`, and is skipped by `torch.autograd.grad`.
 
     Args:
-        gradients: With a graph, of a backward pass whose vectors require a gradient: else there is
-            no such node.
-        outputs: What they are gradients of, whose graph tells names.
+        sent: Vectors for the outputs, which require a gradient: else there is no such node.
 
     Raises:
         UnsupportedError: Naming the functions.
 
-    Cost: a walk through the graph of the gradients.
+    Cost: two walks, through the graph of the outputs and that of the gradients.
     """
-    if not any(node.name() == "torch::autograd::Error" for node in postorder(gradients)):
-        return
+    without_graph: dict[str, None] = {}
     once: dict[str, None] = {}
-    for node in postorder(outputs):
-        function = getattr(node, "_forward_cls", None)
-        if function is not None and hasattr(function.backward, "__wrapped__"):
-            once[function.__qualname__] = None
-    names = f": {', '.join(once)}" if once else ""
-    raise NotTwiceDifferentiable(
-        "The model or the loss uses a function that can be differentiated once, and has no second "
-        f"derivative (`once_differentiable`){names}. Write its backward pass with operations of "
-        "PyTorch, or use an operator that goes back once, as KFACLinearOperator."
+    with Endings() as endings:
+        for node in postorder(outputs):
+            function = getattr(node, "_forward_cls", None)
+            if function is None:
+                continue
+            name = function.__qualname__
+            if hasattr(function.backward, "__wrapped__"):
+                once[name] = None
+            handle = node.register_hook(partial(_look_for_constants, without_graph, name))
+            endings.callback(handle.remove)
+        gradients = gradients_of(outputs, inputs, sent, True, create_graph=True)
+    advice = (
+        "Write its backward pass with operations of PyTorch, or use an operator that goes back "
+        "once, as KFACLinearOperator."
     )
+    if without_graph:
+        raise NotTwiceDifferentiable(
+            "The model or the loss uses a function whose backward pass computes without a graph, "
+            f"as under torch.no_grad(), and has no second derivative: {', '.join(without_graph)}. "
+            f"{advice} Of solvers by the adjoint method take the one that is differentiated as it "
+            "is, as `odeint` instead of `odeint_adjoint`."
+        )
+    is_once = any(
+        node.name() == "torch::autograd::Error"
+        for node in postorder([g for g in gradients if g is not None])
+    )
+    if is_once:
+        names = f": {', '.join(once)}" if once else ""
+        raise NotTwiceDifferentiable(
+            "The model or the loss uses a function that can be differentiated once, and has no "
+            f"second derivative (`once_differentiable`){names}. {advice}"
+        )
+    return gradients
+
+
+def _look_for_constants(
+    names: dict[str, None],
+    name: str,
+    gradients: Sequence[Tensor | None],
+    sent: Sequence[Tensor | None],
+) -> None:
+    """Note the name of a function whose gradients don't depend on what was sent back; zeros may be
+    constants.
+    """
+    if any(g is not None and g.requires_grad for g in sent):
+        for g in gradients:
+            if g is not None and not g.requires_grad and bool(g.any()):
+                names[name] = None

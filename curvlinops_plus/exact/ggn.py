@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.compiled import Compiled, ProductForms
-from curvlinops_plus.exact.differentiable import require_differentiable
+from curvlinops_plus.exact.differentiable import gradients_with_graph
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
-from curvlinops_plus.risk.batches import Batch, gradients_of
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import OutputLoss, Terms
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot
@@ -233,9 +233,7 @@ class ValueHessian:
         self.gradient = None
         if loss.requires_grad and F.requires_grad:
             sent = torch.ones_like(loss).requires_grad_()
-            (self.gradient,) = gradients_of([loss], [F], [sent], True, create_graph=True)
-            if self.gradient is not None:
-                require_differentiable([self.gradient], [loss])
+            (self.gradient,) = gradients_with_graph([loss], [F], [sent])
 
     def outer_product(self, V: Tensor) -> Tensor:
         """`H v` of vectors [K, *F.shape]."""

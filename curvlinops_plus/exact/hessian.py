@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.compiled import Compiled, ProductForms
-from curvlinops_plus.exact.differentiable import require_differentiable
+from curvlinops_plus.exact.differentiable import gradients_with_graph
 from curvlinops_plus.exact.passes import Passes, read_losses
 from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.traced_batch import Trace, each, pullback, rows_joined
@@ -130,11 +130,11 @@ class Hessian(RiskOperator):
 
     def _gradient(self, loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
         """With a graph, which is found once to have derivatives."""
-        sent = torch.ones_like(loss).requires_grad_(not self._is_twice)
-        gradient = gradients_of([loss], parameters, [sent], True, create_graph=True)
-        if not self._is_twice:
-            require_differentiable([g for g in gradient if g is not None], [loss])
-            self._is_twice = True
+        sent = torch.ones_like(loss)
+        if self._is_twice:
+            return gradients_of([loss], parameters, [sent], True, create_graph=True)
+        gradient = gradients_with_graph([loss], parameters, [sent.requires_grad_()])
+        self._is_twice = True
         return gradient
 
 

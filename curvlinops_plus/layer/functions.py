@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus.layer.experts import StackRule
 from curvlinops_plus.layer.linear import LinearRule
+from curvlinops_plus.layer.recurrent_functions import recurrent_module
 from curvlinops_plus.layer.registry import rule_of
-from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.layer.rule import LayerRule
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Function:
 
     Attributes:
         name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
-            added, "broadcast" for what is broadcast over examples in any way.
+            added, "broadcast" for what is broadcast over examples in any way; of one that runs a
+            recurrent layer the name of its type, such as "LSTM".
         options: Its options, such as stride and padding; of "broadcast" where that is.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
@@ -36,7 +38,7 @@ class Function:
             one matrix or vector.
 
     Example:
-        >>> module, rule = LINEAR.module(nn.Parameter(torch.ones(2, 3)), None)
+        >>> module, rule = LINEAR.module({"weight": nn.Parameter(torch.ones(2, 3))})
         >>> rule.patterns(module)
         {'weight': 'o i -> o i'}
     """
@@ -50,12 +52,23 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
-    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
-        """A module that does the same as a call with these parameters, and its rule.
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it runs a recurrent layer, all of whose weights it reads."""
+        return self.name.removesuffix("Cell") in ("LSTM", "GRU", "RNN")
+
+    def module(self, params: Mapping[str, Tensor]) -> tuple[nn.Module, LayerRule]:
+        """A module that does the same as a call with these parameters, by its own names, and its
+        rule.
 
         Raises:
             ValueError: If the weight has not the shape that the function takes.
         """
+        if self.is_recurrent:
+            module = recurrent_module(self.name, dict(self.options), params)
+            return module, rule_of(module)
+        weight = params.get("weight")
+        bias = params.get("bias")
         if self.stacked:
             if (weight is not None and weight.ndim != 3) or (bias is not None and bias.ndim != 2):
                 raise ValueError("Expected a stack of matrices, with a stack of vectors or none.")
@@ -70,7 +83,7 @@ class Function:
         options: dict[str, Any] = {**dict(self.options), "device": "meta"}
         if self.name == "embedding":
             vocabulary, dim = weight.shape
-            module: nn.Module = nn.Embedding(vocabulary, dim, **options)
+            module = nn.Embedding(vocabulary, dim, **options)
         else:
             kind = getattr(nn, self.name.replace("conv", "Conv"))
             out_channels, in_channels, *kernel = weight.shape
@@ -80,9 +93,7 @@ class Function:
         module.weight = weight
         if bias is not None:
             module.bias = bias
-        rule = rule_of(module)
-        assert isinstance(rule, AffineRule)
-        return module, rule
+        return module, rule_of(module)
 
 
 LINEAR = Function("linear")

@@ -42,31 +42,40 @@ class RecurrentCall(Call):
             KeyError: If a weight is computed from other parameters (weight normalization, pruning).
         """
         num_vectors = vectors.stop - vectors.start
+        x, states, lengths = self._inputs()
         # [V·B, ...]: one batch holds all examples, once for each vector.
         x, *states = [
             t.expand(self.num_examples, *t.shape[1:])[examples].repeat(
                 num_vectors, *[1] * (t.ndim - 1)
             )
-            for t in self._sequence_and_states()
+            for t in (x, *states)
         ]
         products = _Products(self.params, bool(self.module.bias))
-        run = _run_cell if isinstance(self.module, nn.RNNCellBase) else _run_layers
         with GradMode(True):
-            outputs = run(self.module, products, x, states)
+            if isinstance(self.module, nn.RNNCellBase):
+                outputs = _run_cell(self.module, products, x, states)
+            else:
+                goes_on = None
+                if lengths is not None:
+                    steps = torch.arange(x.shape[1], device=x.device)
+                    goes_on = (steps < lengths[examples, None]).repeat(num_vectors, 1)
+                outputs = _run_layers(self.module, products, x, states, goes_on)
         J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
         return {name: J[name].unflatten(0, (num_vectors, -1)) for name in self.params}
 
     def pairs_at_once(self, g: Sequence[Tensor], max_bytes: int) -> int:
         """How many pairs of a vector and an example are worked on at a time."""
-        x = self._sequence_and_states()[0]
+        x = self._inputs()[0]
         gates = sum(p.shape[0] for p in self.params.values() if p.ndim == 2)
         num_steps = x[0].numel() // x.shape[-1]
         return max_bytes // max(1, _SAVED_OF_GATES * gates * num_steps * x.element_size())
 
-    def _sequence_and_states(self) -> list[Tensor]:
+    def _inputs(self) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """The sequences; the states, if some are given; and their lengths, if they were packed."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)
-        named = {**dict(zip(("input", "hx"), args)), **kwargs}
-        return [t for t in tree_leaves((named["input"], named.get("hx"))) if t is not None]
+        named = {**dict(zip(("input", "hx", "lengths"), args)), **kwargs}
+        states = [t for t in tree_leaves(named.get("hx")) if t is not None]
+        return named["input"], states, named.get("lengths")
 
 
 @register_rule(nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
@@ -161,10 +170,17 @@ class _Products:
 
 
 def _run_layers(
-    module: Any, products: _Products, x: Tensor, states: Sequence[Tensor]
+    module: Any,
+    products: _Products,
+    x: Tensor,
+    states: Sequence[Tensor],
+    goes_on: Tensor | None,
 ) -> list[Tensor]:
     """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and
     states after it.
+
+    Args:
+        goes_on: Which sequences have which steps, [B, T] bool; None for all.
     """
     suffixes = ("", "_reverse") if module.bidirectional else ("",)
     final_states: list[tuple[Tensor, ...]] = []
@@ -173,7 +189,8 @@ def _run_layers(
         for suffix in suffixes:
             state = _initial_state(module, x, [s[:, len(final_states)] for s in states])
             steps = x.flip(1) if suffix else x
-            out, state = _sequence(module, products, steps, state, f"_l{layer}{suffix}")
+            exist = goes_on.flip(1) if suffix and goes_on is not None else goes_on
+            out, state = _sequence(module, products, steps, state, f"_l{layer}{suffix}", exist)
             sequences.append(out.flip(1) if suffix else out)
             final_states.append(state)
         x = torch.cat(sequences, -1)
@@ -199,12 +216,24 @@ def _initial_state(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> tu
 
 
 def _sequence(
-    module: nn.Module, products: _Products, x: Tensor, state: tuple[Tensor, ...], name: str
+    module: nn.Module,
+    products: _Products,
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    name: str,
+    goes_on: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in one direction: outputs [B, T, h] and the state after the last step."""
+    """One layer in one direction: outputs [B, T, h] and the state after the last step that
+    exists.
+    """
     outputs = []
-    for contribution in products(f"ih{name}", x).unbind(1):
-        state = _step(module, products, contribution, state, name)
+    for t, contribution in enumerate(products(f"ih{name}", x).unbind(1)):
+        after = _step(module, products, contribution, state, name)
+        if goes_on is None:
+            state = after
+        else:
+            exists = goes_on[:, t, None]
+            state = tuple(torch.where(exists, new, old) for new, old in zip(after, state))
         outputs.append(state[0])
     return torch.stack(outputs, 1), state
 

@@ -286,11 +286,14 @@ class Call:
         params: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
         shapes: Sequence[torch.Size],
+        then: Callable[[list[Tensor]], Any] = list,
         entry: int | None = None,
-    ) -> list[Tensor]:
+    ) -> Any:
         """Outputs of the module for the inputs of one example, in these shapes.
 
         Args:
+            then: What is returned instead, computed while the module has these parameters: a
+                backward pass may run it once more.
             entry: The number of the example, for lists with an entry for each.
         """
         leaves = list(self.leaves)
@@ -310,10 +313,15 @@ class Call:
             kwargs = {
                 name: with_entries(x, self.num_examples, [entry]) for name, x in kwargs.items()
             }
-        out = functional_call(self.module, parameters | buffers, args, kwargs, tie_weights=False)
-        outputs = floating_tensors(out)
-        self._check_outputs(type(out).__name__, outputs, shapes)
-        return [t.reshape(shape) for t, shape in zip(outputs, shapes, strict=True)]
+
+        def result(out: Any) -> Any:
+            outputs = floating_tensors(out)
+            self._check_outputs(type(out).__name__, outputs, shapes)
+            return then([t.reshape(shape) for t, shape in zip(outputs, shapes, strict=True)])
+
+        replaced = {f"module.{name}": t for name, t in (parameters | buffers).items()}
+        call = _Followed(self.module)
+        return functional_call(call, replaced, (result, args, kwargs), tie_weights=False)
 
     def _check_outputs(
         self, kind: str, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]
@@ -372,15 +380,32 @@ class Call:
         gradients: dict[str, list[Tensor]] = {name: [] for name in self.params}
         for n in range(examples.start, examples.stop):
             params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
+            sent = [[t[v, n] for t in g] for v in range(vectors.start, vectors.stop)]
+
+            def rows_of(
+                outputs: list[Tensor],
+                params: dict[str, Tensor] = params,
+                sent: list[list[Tensor]] = sent,
+            ) -> list[Any]:
+                with GradMode(False):
+                    return [_pull_back(outputs, list(params.values()), g_v) for g_v in sent]
+
             with GradMode(True):
-                outputs = self.run(params, self.inputs(n), shapes, n)
-            rows = [
-                _pull_back(outputs, list(params.values()), [t[v, n] for t in g])
-                for v in range(vectors.start, vectors.stop)
-            ]
+                rows = self.run(params, self.inputs(n), shapes, rows_of, n)
             for name, J in zip(self.params, zip(*rows, strict=True), strict=True):
                 gradients[name].append(torch.stack(J))
         return {name: torch.stack(J, dim=1) for name, J in gradients.items()}
+
+
+class _Followed(nn.Module):
+    """A call of a module, and what follows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, then: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        return then(self.module(*args, **kwargs))
 
 
 def _pull_back(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.example_lists import with_entries
+from curvlinops_plus.risk.packed import PackedRows
 from curvlinops_plus.risk.routes import RoutedRows
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class Output:
         edge: Where autograd delivers the gradient.
         routed: To which examples its rows belong, if they were gathered.
         is_squeezed: Whether it is that of a single example, and had no axis for it.
+        packed: Which they are of packed sequences; on another axis than the first it carries states
+            of these.
     """
 
     shape: torch.Size
@@ -151,10 +154,13 @@ class Output:
     edge: Any
     routed: RoutedRows | None = None
     is_squeezed: bool = False
+    packed: PackedRows | None = None
 
     @property
     def rows(self) -> int:
         """The examples, or a multiple of them."""
+        if self.packed is not None:
+            return self.packed.num_sequences
         return self.fold or self.shape[self.axis]
 
     def gradient(self, g: Tensor | None, V: int) -> Tensor:
@@ -171,6 +177,10 @@ class Output:
             g = g.unsqueeze(0)
         if self.routed is not None:
             return self.routed.sorted(g, 1)
+        if self.packed is not None and not self.axis:
+            return self.packed.padded(g, 1)
+        if self.packed is not None:
+            g = self.packed.unsorted(g, self.axis + 1)
         if self.fold is not None:
             g = g.unflatten(1, (-1, self.fold))
         return g.movedim(self.axis + 1, 1) if self.axis else g

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.contexts import Endings
 from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
+from curvlinops_plus.layer.recurrent_functions import RecurrentRead, recurrent_read
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.risk.batches import Batch, take_examples
+from curvlinops_plus.risk.found_reads import ParameterProduct
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.preserve import own_calls
@@ -38,15 +40,6 @@ class _Frame:
     rows: bool = True
 
 
-@dataclass(frozen=True)
-class ReadProduct:
-    """A function with a rule that multiplies with a weight, or adds a bias: their keys."""
-
-    function: Function
-    weight: str | None
-    bias: str | None
-
-
 @dataclass(eq=False)
 class ParameterRead:
     """A function that reads a parameter.
@@ -55,7 +48,8 @@ class ParameterRead:
         frames: The modules that run, outermost first, without the one that answers for the
             parameter.
         answered: Whether there is one that answers.
-        product: What it computes, if there is a rule for that.
+        product: What it computes, if there is a rule for that, and all parameters that it reads
+            for it.
         broadcasts: Where it, or a table that is made of what it returns, is broadcast over
             examples.
         is_mixed: Whether the parameter or such a table meets examples in any other way.
@@ -64,7 +58,7 @@ class ParameterRead:
     key: str
     frames: list[_Frame]
     answered: bool
-    product: ReadProduct | None = None
+    product: ParameterProduct | None = None
     broadcasts: list[Place] = field(default_factory=list)
     is_mixed: bool = False
 
@@ -87,8 +81,9 @@ class DryPass:
     Attributes:
         reads: Key to the functions that read the parameter.
         unseen: Keys of the parameters that outputs depend on although nothing was seen to read
-            them, of modules that are not called, such as what an `nn.ParameterDict` holds for an
-            autograd function.
+            them: of modules that are not called, such as what an `nn.ParameterDict` holds for an
+            autograd function, or that run under `torch.no_grad()`, as in a solver by the adjoint
+            method.
         of_gathered: Keys of the parameters of layers that see gathered rows.
         moves_rows: Whether layers see rows in another order than that of the examples, or another
             number of each of them.
@@ -109,10 +104,13 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self.reads: dict[str, list[ParameterRead]] = {}
+        #: Of autograd functions.
+        self._unseen_reads: dict[str, list[ParameterRead]] = {}
         self.unseen: set[str] = set()
         self.of_gathered: set[str] = set()
         self.moves_rows = False
         self._called = set[str]()
+        self._without_graph = set[str]()
         self._rows = GatheredRows(batch.num_examples, batch.example_of_rows)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
@@ -136,16 +134,20 @@ class DryPass:
                     endings.callback(module.register_forward_hook(after, **options).remove)
                 endings.enter_context(FunctionCalls(self._receive))
                 outputs, *_ = self.risk.run(batch, model)
+            for key, reads in self._unseen_reads.items():
+                if key in self.reads or all(read.is_broadcast for read in reads):
+                    self.reads.setdefault(key, []).extend(reads)
             self.unseen = self._reached(outputs)
 
         self.risk.at(self._free, run)
 
     def _reached(self, outputs: Iterable[Tensor]) -> set[str]:
-        """Keys of the parameters in the graph of the outputs that nothing was seen to read, of
-        modules that were not called.
+        """Keys of the parameters in the graph of the outputs that nothing was seen to read with a
+        graph, of modules that were not called or ran without.
         """
         idle = [use for use in self.uses if use.without_rule and use.name not in self._called]
-        unread = {key for use in idle for key in use.keys.values() if key not in self.reads}
+        unread = {key for use in idle for key in use.keys.values()} | self._without_graph
+        unread -= self.reads.keys()
         key_of = {id(self._free[key]): key for key in unread}
         reached: set[str] = set()
         nodes = [t.grad_fn for t in outputs if unread]
@@ -166,6 +168,8 @@ class DryPass:
                 places = use.places(module)
                 if all(m._parameters.get(n) is self._free[key] for m, n, key in places):
                     answers |= {*use.keys.values()}
+        if not torch.is_grad_enabled():
+            self._without_graph |= answers
         self._stack.append(_Frame(name, answers))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
@@ -192,9 +196,19 @@ class DryPass:
         return any(map(self._rows.may_have_examples, sizes))
 
     def _reads_of(self, t: Tensor) -> tuple[ParameterRead, ...] | None:
-        """The read of now of a parameter."""
+        """The read of now of a parameter; where an autograd function has read it, is not known, but
+        that it was in the model.
+        """
         key = self._views.key(t)
-        return None if key is None else (self._now[key],)
+        if key is None:
+            return None
+        if key in self._now:
+            return (self._now[key],)
+        if not self.risk.params[key].requires_grad:
+            return None  # the function that is recorded gives it no graph
+        read = replace(self._read(key), frames=self._stack[:1])
+        self._unseen_reads.setdefault(key, []).append(read)
+        return (read,)
 
     def _receive(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], examples: int | None
@@ -213,7 +227,8 @@ class DryPass:
             return self._receive(function, *with_mask(args, kwargs, expanded), examples)
         sources = self._tables.of_all(inputs)  # before the call may write to them
         out = function(*args, **kwargs)
-        self._rows.follow(function, args, kwargs, out)
+        if sources is None:
+            self._rows.follow(function, args, kwargs, out)
         self._views.select(function, args, out)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
@@ -228,13 +243,17 @@ class DryPass:
             product = self._product(call, examples)
             if product is None:
                 continue
-            keys = self._now.keys() & {product.weight, product.bias}
-            self._look_at_rows(call.input, keys, product.function.stacked)
-            for key, read in self._now.items():
-                if key in (product.weight, product.bias):
-                    read.product = product
-                    in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
-                    read.answered |= in_attention
+            self._look_at_rows(call.input, product.keys.values(), product.function.stacked)
+            for key in product.keys.values():
+                read = self._now[key]
+                read.product = product
+                in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
+                read.answered |= in_attention
+        recurrent = recurrent_read(function, args, kwargs)
+        if recurrent is not None:
+            product = self._recurrent_product(recurrent)
+            for key in () if product is None else product.keys.values():
+                self._now[key].product = product
         for key, read in self._now.items():
             self.reads.setdefault(key, []).append(read)
         if not reads and sources is not None:
@@ -264,7 +283,21 @@ class DryPass:
             for read in self._tables.of(t) or ():
                 read.is_mixed |= read not in seen
 
-    def _product(self, product: AffineCall, examples: int | None) -> ReadProduct | None:
+    def _recurrent_product(self, read: RecurrentRead) -> ParameterProduct | None:
+        """The recurrent layer that a call runs, if all of its weights are parameters and it has
+        sequences of examples.
+        """
+        keys = {local: self._views.whole(weight) for local, weight in read.weights.items()}
+        known = {local: key for local, key in keys.items() if key is not None}
+        has_examples = read.num_sequences > 0 and not read.num_sequences % self._examples
+        sizes = read.batch_sizes
+        if sizes is not None:
+            has_examples = self._rows.packed.rows(sizes, self._examples) is not None
+        if len(known) < len(keys) or not has_examples:
+            return None
+        return ParameterProduct(Function(read.name, read.options), known)
+
+    def _product(self, product: AffineCall, examples: int | None) -> ParameterProduct | None:
         """What a call multiplies with or adds, if there is a rule for it and it has rows of
         examples.
         """
@@ -278,7 +311,7 @@ class DryPass:
                 return None
             if bias.matrices is not None and not self._meets_rows(bias.matrices, product.input):
                 return None
-            return ReadProduct(replace(BIAS, stacked=function.stacked), None, bias.key)
+            return ParameterProduct(replace(BIAS, stacked=function.stacked), {"bias": bias.key})
         w = self.risk.params[weight.key]
         b = None if bias is None else self.risk.params[bias.key]
         if function.stacked:
@@ -296,14 +329,16 @@ class DryPass:
                 rows = slice(0, 0 if b is None else len(b))
             if bias is not None and bias.rows != rows:
                 return None
+        params = {"weight": w} if b is None else {"weight": w, "bias": b}
         try:
-            rule = function.module(w, b)[1]
+            rule = function.module(params)[1]
             assert isinstance(rule, AffineRule)
             if not function.stacked:
                 rule.at(weight.rows, len(w))
         except (ValueError, NotImplementedError):
             return None
-        return ReadProduct(function, weight.key, None if bias is None else bias.key)
+        keys = {"weight": weight.key}
+        return ParameterProduct(function, keys if bias is None else {**keys, "bias": bias.key})
 
     def _meets_rows(self, index: int | Tensor, x: Tensor) -> bool:
         """Whether a vector of a stack, or one for each row, is added to what an expert's matrix

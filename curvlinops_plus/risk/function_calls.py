@@ -158,6 +158,10 @@ class ParameterViews:
                 return selected[0]
         return None if t._base is None else self._keys.get(id(t._base))
 
+    def whole(self, t: Tensor) -> str | None:
+        """Key of the parameter that a tensor is; None of views, too."""
+        return self._keys.get(id(t))
+
     def find(self, t: Tensor | None) -> View | None:
         """The parameter whose rows a tensor is; None if it is none, or any other view."""
         key = None if t is None else self.key(t)

@@ -26,7 +26,7 @@ from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.progress import known_length
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
-from curvlinops_plus.risk.dry_pass import DryPass, ReadProduct
+from curvlinops_plus.risk.dry_pass import DryPass, ParameterRead
 from curvlinops_plus.risk.found_reads import FoundReads, ParameterProduct
 from curvlinops_plus.risk.layers import (
     Layer,
@@ -158,28 +158,29 @@ def find_functions(
     outside |= {key: dry.reads[key] for key in instead}
     # Parameters that are read by anything but products, some of them as tables.
     taken = {*failed_for_good, *previous.enclosing, *dry.unseen}.difference(instead)
-    by_tables = dict.fromkeys(instead)
+    by_tables = dict.fromkeys(key for key in instead if not _is_recurrent(dry.reads[key]))
     for key, reads in outside.items():
         if key not in taken and not all(read.product for read in reads):
             if all(read.is_broadcast for read in reads):
                 by_tables[key] = None
             else:
                 taken.add(key)
-    calls: list[ReadProduct] = []
+    calls: list[ParameterProduct] = []
     for key, reads in outside.items():
         if key not in by_tables:
             calls += [read.product for read in reads if read.product]
-    # Without its weight, the bias of a convolution is on another axis than a vector that is added.
+    # A recurrent layer reads all of its weights. Without its weight, the bias of a convolution is
+    # on another axis than a vector that is added.
     for call in calls:
-        if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
-            taken.add(call.bias)
+        needed = call.keys.values() if call.function.is_recurrent else [call.keys.get("weight")]
+        if call.function.name not in ("linear", "bias") and not taken.isdisjoint(needed):
+            taken.update(call.keys.values())
     products = []
     for call in calls:
-        named = {"weight": call.weight, "bias": call.bias}
-        kept = {name: key for name, key in named.items() if key not in (None, *taken, *by_tables)}
-        keys = {name: key for name, key in kept.items() if key is not None}
+        keys = {name: key for name, key in call.keys.items() if key not in (*taken, *by_tables)}
+        is_whole = "weight" in keys or call.function.is_recurrent
         of_bias = replace(BIAS, stacked=call.function.stacked)
-        product = ParameterProduct(call.function if "weight" in keys else of_bias, keys)
+        product = ParameterProduct(call.function if is_whole else of_bias, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -198,7 +199,8 @@ def find_functions(
         )
         for key in _broadcast(dry, by_tables, taken, enclosing)
     }
-    kept = [key for key in instead if key in broadcast]
+    by_product = {key for product in products for key in product.keys.values()}
+    kept = [key for key in instead if key in broadcast or key in by_product]
     return FoundReads(tuple(products), enclosing, tried, broadcast, kept, gathered)
 
 
@@ -229,17 +231,24 @@ def _broadcast(
 
 def _instead_of_rules(dry: DryPass, failed: Collection[str], previous: FoundReads) -> list[str]:
     """Keys of parameters whose module has a rule, and returns a table, such as one of positions:
-    where the table is broadcast, the gradients of each example are.
+    where the table is broadcast, the gradients of each example are. Those of a recurrent layer that
+    gets packed sequences are where a function runs its steps.
     """
-    known = {*previous.enclosing, *previous.broadcast}
+    known = {*previous.enclosing, *previous.broadcast, *previous.instead}
     instead = [key for key in dry.reads if key in previous.instead and key not in failed]
     for use in dry.uses:
         # All of a layer's, since what its module returns is one table.
         keys = [key for key in use.keys.values() if key in failed]
         reads = [read for key in keys for read in dry.reads.get(key, ())]
-        if known.isdisjoint(keys) and reads and all(read.is_broadcast for read in reads):
+        by_function = all(read.is_broadcast for read in reads) or _is_recurrent(reads)
+        if known.isdisjoint(keys) and reads and by_function:
             instead += [key for key in keys if key in dry.reads and key not in instead]
     return instead
+
+
+def _is_recurrent(reads: Collection[ParameterRead]) -> bool:
+    """Whether functions that run recurrent layers are all that reads a parameter."""
+    return all(read.product and read.product.function.is_recurrent for read in reads)
 
 
 def _enclosing_module(

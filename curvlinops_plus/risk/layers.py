@@ -115,7 +115,7 @@ class Layer:
             assert use.function is not None
             tensors = {local: params[key] for local, key in use.keys.items()}
             function = replace(use.function, stacked=False)
-            module, rule = function.module(tensors.get("weight"), tensors.get("bias"))
+            module, rule = function.module(tensors)
             uses.append(replace(use, module=module, rule=rule, function=function))
         return _make_layer(uses, params, len(self.groups) > 1)
 
@@ -230,8 +230,9 @@ def _use_of_product(
 ) -> ModuleUse:
     keys = product.keys
     tensors = {local: params[key] for local, key in keys.items()}
-    module, rule = product.function.module(tensors.get("weight"), tensors.get("bias"))
-    name = next(iter(keys.values())).removesuffix(".weight")
+    module, rule = product.function.module(tensors)
+    local, key = next(iter(keys.items()))
+    name = key if local == "bias" else key.removesuffix(f".{local}")
     return ModuleUse(name, module, rule, keys, owner, product.function)
 
 

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
 from curvlinops_plus.layer.experts import rows_up_to
-from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
+from curvlinops_plus.layer.recurrent_functions import RecurrentRead, recurrent_read
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.backward_pass import (
     BackwardPass,
@@ -179,6 +181,8 @@ class Recorder:
             self._function_keys |= {*use.keys.values()}
             if use.function.name == "broadcast":
                 broadcast.append((index, use))
+            elif use.function.is_recurrent:
+                self._functions[use.function, frozenset(use.keys.items())] = (index, use)
             else:
                 read = (use.function, use.keys.get("weight"), use.keys.get("bias"))
                 self._functions[read] = (index, use)
@@ -476,6 +480,9 @@ class Recorder:
         """
         if self.disabled.depth or self.doubt is not None:
             return function(*args, **kwargs)
+        recurrent = recurrent_read(function, args, kwargs)
+        if recurrent is not None:
+            return self._recurrent_call(recurrent, function, args, kwargs)
         for product in affine_calls(function, args, kwargs):
             reads = self._reads_of(product)
             if not reads:
@@ -501,6 +508,27 @@ class Recorder:
         reads = [LayerRead(*read) for read in call.reads]
         return self._recorded(reads, tuple(call.inputs), call.output, call.axis)
 
+    def _recurrent_call(
+        self, read: RecurrentRead, function: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A function that runs a recurrent layer."""
+        output = self._called(function, args, kwargs).output
+        keys = {local: self._views.whole(weight) for local, weight in read.weights.items()}
+        is_answered = any(not inside.isdisjoint(keys.values()) for inside in self._inside)
+        function_read = (Function(read.name, read.options), frozenset(keys.items()))
+        if is_answered or function_read not in self._functions:
+            return output
+        index, use = self._functions[function_read]
+        inputs: tuple[Any, ...] = (read.x, read.states)
+        packed = None
+        if read.batch_sizes is not None:
+            packed = self.last.packed.rows(read.batch_sizes, self.last.num_examples)
+            if packed is None:
+                return output
+            states = [packed.unsorted(t.detach(), 1) for t in read.states]
+            inputs = (packed.padded(read.x.detach()), states, packed.lengths)
+        return self._recorded([LayerRead(index, use, use.rule)], inputs, output, 0, None, packed)
+
     def _called(
         self, function: Any, args: Any, kwargs: Mapping[str, Any], axis: int | None = None
     ) -> TableCall:
@@ -510,6 +538,8 @@ class Recorder:
         rows = self.last.rows
         number = self.last.num_examples
         call = self._broadcast.call(function, args, kwargs, number, rows, axis)
+        if rows is None:
+            self.last.packed.follow(function, args, kwargs, call.output)
         self._views.select(function, args, call.output)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
@@ -527,7 +557,8 @@ class Recorder:
         if replaced is None:
             return output
         if self.last.rows is not None:
-            self.last.rows.same(replaced, output)
+            for t, of in zip(tree_leaves(replaced), tree_leaves(output)):
+                self.last.rows.same(t, of)
         return replaced
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:

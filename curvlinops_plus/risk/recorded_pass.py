@@ -28,6 +28,7 @@ from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.example_lists import has_lists
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.packed import PackedOrders, PackedRows
 from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
 
 
@@ -55,6 +56,7 @@ class RecordedPass:
         rows: Follows rows that are gathered; None if nobody does.
 
     Attributes:
+        packed: How sequences were sorted before they were packed.
         is_over: Whether calls are of layers that run once more, in a backward pass.
         calls: What was recorded.
         kinds: What was called: names, whether one row was returned for all examples, axes of the
@@ -63,6 +65,7 @@ class RecordedPass:
         numbers: How many numbers they returned.
         without_graph: Layers that ran under `torch.no_grad()`, of which no call is recorded, by
             index.
+        has_graph: Whether the pass began with gradients enabled.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class RecordedPass:
         self.backward = backward
         self.own_pass = own_pass
         self.rows = rows
+        self.packed = PackedOrders() if rows is None else rows.packed
         self.is_over = not num_examples
         self.calls: list[RecordedCall] = []
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
         self.without_graph: dict[int, ModuleUse] = {}
+        self.has_graph = torch.is_grad_enabled()
 
     @property
     def by_layer(self) -> dict[int, list[RecordedCall]]:
@@ -109,10 +114,14 @@ class RecordedPass:
         with_graph = {call.layer for call in self.calls}
         for index, use in self.without_graph.items():
             if index not in with_graph:
-                return use, UnsupportedError(
+                # Without keys: of what an autograd function gives gradients, the graph tells.
+                kind = OutsideReads if self.has_graph else UnsupportedError
+                return use, kind(
                     f"{title(use.name)} ran under torch.no_grad(). If this is activation "
-                    "checkpointing, pass use_reentrant=False; if it is a frozen part of the "
-                    f"model, leave its parameters {list(use.keys.values())} out of `params`."
+                    "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
+                    f"leave its parameters {list(use.keys.values())} out of `params`; if a solver "
+                    "goes back by the adjoint method, take the one that is differentiated as it "
+                    "is, as `odeint` instead of `odeint_adjoint`."
                 )
         return None
 
@@ -129,6 +138,7 @@ class RecordedPass:
         output: Any,
         axis: int,
         fold: int | None = None,
+        packed: PackedRows | None = None,
     ) -> Any:
         """Record a call for one layer, or for several that read different parameters in it.
 
@@ -136,6 +146,7 @@ class RecordedPass:
             inputs: Its arguments and keywords.
             axis: The axis of inputs and outputs that carries the examples.
             fold: Number of examples if the axis carries positions and, inside them, examples.
+            packed: Of packed sequences: the rows of the first output; the inputs are padded.
 
         Returns:
             What the model goes on with instead of the output; None for the output itself.
@@ -151,8 +162,10 @@ class RecordedPass:
         places = self._places_of_outputs(use, rule, inputs, output, leaves)
         routed = None
         axes = [axis]
-        is_squeezed = self._is_squeezed(reads[0], inputs)
-        if fold is None and not is_squeezed:
+        is_squeezed = packed is None and self._is_squeezed(reads[0], inputs)
+        if packed is not None:
+            axes = [0, *[1] * (len(places) - 1)]
+        elif fold is None and not is_squeezed:
             routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
@@ -162,7 +175,8 @@ class RecordedPass:
             # What a function has written into, the model goes on with, whatever is returned.
             is_input = use.function is not None and any(t is x for x in inputs[0])
             if self.backward and not (is_input and t.requires_grad):
-                is_known = isinstance(rule, AffineRule) or use.function is not None
+                of_function = use.function is not None and not use.function.is_recurrent
+                is_known = isinstance(rule, AffineRule) or of_function
                 t = _with_edge(t, is_known, len(places) > 1)
             # One row for all examples, as of position embeddings.
             is_row = t.ndim > on and t.shape[on] == 1 < self.num_examples
@@ -171,7 +185,7 @@ class RecordedPass:
                 expanded = True
             leaves[k] = t
             if not self.is_over:
-                outputs.append(self._output(use, t, on, fold, routed, is_squeezed))
+                outputs.append(self._output(use, t, on, fold, routed, packed, is_squeezed))
         if not self.is_over:
             for read in reads:
                 if routed is None:
@@ -218,6 +232,7 @@ class RecordedPass:
         axis: int,
         fold: int | None,
         routed: RoutedRows | None,
+        packed: PackedRows | None,
         is_squeezed: bool,
     ) -> Output:
         """An output that gradients arrive at, whose rows belong to examples.
@@ -227,6 +242,7 @@ class RecordedPass:
         """
         shape = torch.Size((1, *t.shape)) if is_squeezed else t.shape
         rows = fold or (shape[axis] if len(shape) > axis else 0)
+        rows = rows if packed is None else packed.num_sequences
         by_example = rows > 0 and rows % self.num_examples == 0
         if routed is not None:
             by_example = t.shape[: routed.axes].numel() == len(routed.order)
@@ -236,7 +252,7 @@ class RecordedPass:
         self.dtypes.add(t.dtype)
         self.numbers += t.numel()
         edge = get_gradient_edge(t) if self.backward else None
-        return Output(shape, t.dtype, t.device, axis, fold, edge, routed, is_squeezed)
+        return Output(shape, t.dtype, t.device, axis, fold, edge, routed, is_squeezed, packed)
 
     def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
         """To which examples the rows of a call belong that were gathered or are ragged, or of which

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.recurrent_functions import RECURRENT
+from curvlinops_plus.risk.packed import PACK, UNPACK, PackedOrders
 
 
 class Origins(NamedTuple):
@@ -183,6 +185,7 @@ class GatheredRows:
     def __init__(self, num_examples: int, example_of_rows: Sequence[Tensor] = ()) -> None:
         self.num_examples = num_examples
         self._places = WeakTensorKeyDictionary()
+        self.packed = PackedOrders(self.places)
         #: Number of rows to where they come from, of those of which examples don't have as many.
         self._ragged: dict[int, Origins] = {}
         for number, examples in _kinds_by_number(num_examples, example_of_rows).items():
@@ -223,11 +226,15 @@ class GatheredRows:
         places = self.places(of)
         if places is not None:
             self._places[t] = places
+        self.packed.same(t, of)
 
     def follow(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Note where rows of the result of a function come from."""
+        self.packed.follow(function, args, kwargs, out)
+        if self._follow_packed(function, args, out):
+            return
         gather = _GATHERS.get(function)
         if gather is None and not len(self._places) and not self._ragged:
             return
@@ -257,6 +264,31 @@ class GatheredRows:
                 self._places[t] = places
             elif kept > 1:
                 self._places[t] = Origins(places.index.repeat_interleave(kept), places.total)
+
+    def _follow_packed(self, function: Any, args: Sequence[Any], out: Any) -> bool:
+        """Whether a function packs sequences, runs steps of packed ones, pads them again, or takes
+        their states after the last step: rows are in another order then.
+        """
+        if function is Tensor.__getitem__ and isinstance(args[1], int):
+            order = self.packed.sorted_on(args[0], 1)
+            if order is not None and out.ndim:
+                self._places[out] = Origins(order, len(order))
+            return order is not None
+        if not (function in (PACK, UNPACK) or function in RECURRENT) or len(args) < 2:
+            return False
+        batch_sizes = out[1] if function is PACK else args[1]
+        if not isinstance(batch_sizes, Tensor) or batch_sizes.is_floating_point():
+            return False  # states before the first step
+        rows = self.packed.rows(batch_sizes, self.num_examples)
+        if rows is None:
+            return True
+        if function is not UNPACK:
+            self._places[out[0]] = Origins(rows.places, rows.num_sequences * len(batch_sizes))
+        elif len(args) > 2 and args[2]:  # the sequences first
+            self._places[out[0]] = Origins(rows.order, rows.num_sequences)
+        if function in RECURRENT:
+            self.packed.note_states(out[1:], rows)
+        return True
 
     def _gather(self, gathered: _Gathered, outputs: Sequence[Tensor]) -> None:
         x, num_axes, take = gathered

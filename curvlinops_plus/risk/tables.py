@@ -1,10 +1,11 @@
 """Which tensors of a forward pass are the same for all examples, and of which parameters they are
 made.
 
-Parameters, buffers and what functions like `torch.arange` return are; and what functions compute
-from these alone. All else may depend on examples: what the model is given, and what is computed
-from it. Where a function broadcasts a table over examples, gradients of each example are those of
-the table; see `layer/broadcast.py`.
+Parameters, buffers, other tensors that modules hold, and what functions like `torch.arange` return
+are; and what functions compute from these alone. All else may depend on examples: what the model is
+given, and what is computed from it. What an autograd function does isn't seen, but the graph says
+of what it returned from which parameters it is. Where a function broadcasts a table over examples,
+gradients of each example are those of the table; see `layer/broadcast.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
 from curvlinops_plus.layer.broadcast import BroadcastRule, TableOfPass, TableRead, table_reads
@@ -31,13 +33,14 @@ Place = tuple[str, tuple[int, int]]
 
 
 class _Table(NamedTuple):
-    """A tensor, which is kept alive; its version, by which writes to it are noticed; and what it is
-    made of.
+    """A tensor, which is kept alive; its version, by which writes to it are noticed; what it is
+    made of; and whether it had a graph, which autograd functions give to what they have computed.
     """
 
     tensor: Tensor
     version: int
     sources: tuple[Any, ...]
+    has_graph: bool
 
 
 class Tables:
@@ -45,7 +48,8 @@ class Tables:
 
     Args:
         sources_of: What the table is made of that a tensor is by itself, as a parameter; None of
-            all other tensors.
+            all other tensors. It is asked, too, about the parameters that an autograd function
+            reads beside examples.
 
     Example:
         >>> import torch
@@ -59,15 +63,21 @@ class Tables:
     def __init__(self, sources_of: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
         self._sources_of = sources_of
         self._tables: dict[int, _Table] = {}
+        #: The graph's nodes of tables, likewise.
+        self._nodes: dict[Any, tuple[Any, ...]] = {}
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """A pass begins, with the parameters and buffers that the modules have now."""
+        """A pass begins, with the parameters, buffers and other tensors that the modules have
+        now.
+        """
         self._tables.clear()
+        self._nodes.clear()
         for module in modules:
             for held in (module._parameters, module._buffers):
-                if held:
-                    for t in held.values():
-                        self._add(t, ())
+                for t in held.values():
+                    self._add(t, ())
+            for value in vars(module).values():
+                self._add_held(value)
 
     def of(self, t: Tensor) -> tuple[Any, ...] | None:
         """What a table is made of, nothing for constants; None of a tensor that may depend on
@@ -77,7 +87,38 @@ class Tables:
         if sources is not None:
             return sources
         table = self._tables.get(id(t))
+        is_noted = table is not None and table.has_graph == t.requires_grad
+        if not is_noted and isinstance(t.grad_fn, BackwardCFunction):
+            return self._of_autograd_function(t)
         return None if table is None or table.version != t._version else table.sources
+
+    def _of_autograd_function(self, t: Tensor) -> tuple[Any, ...] | None:
+        """What a tensor is made of that an autograd function returned, by its graph.
+
+        It may depend on examples, too, as a constant: it is the same tensor for all of them, and so
+        is the way from it to its parameters. What has a row for each meets them in other ways.
+        """
+        last: Any = t.grad_fn
+        sources: dict[Any, None] = {}
+        nodes = [last]
+        while nodes:
+            node = nodes.pop()
+            is_leaf = hasattr(node, "variable")
+            made_of = self.of(node.variable) if is_leaf else self._nodes.get(node)
+            if made_of is not None:
+                sources |= dict.fromkeys(made_of)
+                continue
+            # Functions inside of others, and views.
+            if is_leaf or not (
+                isinstance(node, BackwardCFunction) or len(node.next_functions) == 1
+            ):
+                for earlier, _ in last.next_functions:
+                    if hasattr(earlier, "variable"):
+                        self._sources_of(earlier.variable)  # read, but not in a table
+                return None
+            nodes += [earlier for earlier, _ in node.next_functions if earlier is not None]
+        self._add(t, tuple(sources))
+        return tuple(sources)
 
     def of_all(self, tensors: Iterable[Tensor]) -> tuple[Any, ...] | None:
         """What a tensor is made of that is computed from these; None if some are no tables."""
@@ -94,9 +135,22 @@ class Tables:
         for t in [output] if isinstance(output, Tensor) else tree_leaves(output):
             self._add(t, sources)
 
+    def _add_held(self, value: Any) -> None:
+        """Constants that a module holds, perhaps in lists and dictionaries."""
+        if isinstance(value, Tensor) and not value.requires_grad:
+            self._add(value, ())
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                self._add_held(part)
+        elif type(value) is dict:
+            for part in value.values():
+                self._add_held(part)
+
     def _add(self, t: Any, sources: tuple[Any, ...]) -> None:
         if isinstance(t, Tensor) and not t.is_inference():
-            self._tables[id(t)] = _Table(t, t._version, sources)
+            self._tables[id(t)] = _Table(t, t._version, sources, t.requires_grad)
+            if t.grad_fn is not None:
+                self._nodes[t.grad_fn] = sources
 
     def reads(
         self,

@@ -272,7 +272,7 @@ REFUSED: list[Refusal] = [
     (lambda: loads(DiagonalBlock), ValueError, "mismatch in layers, '0'"),
     # what layers did
     (lambda: curvature(risk(branch(reentrant), [(X.clone(), Y)])),
-     UnsupportedError, r"use_reentrant=True, which hides parameters.*use_reentrant=False"),
+     UnsupportedError, r"use_reentrant=True, which hides parameters.*Pass use_reentrant=False"),
     (lambda: curvature(risk(branch(lambda m, x: m.second(m.div(m.first(x))), div=Infinite()))),
      NumericsError, "layer 'first': the statistic .* NaN or infinite entries"),
     (lambda: curvature(risk(Written(infinite_slope, l=linear())), EKFAC, vectors=MonteCarlo()),

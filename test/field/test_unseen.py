@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops_plus import DiagonalBlock, EmpiricalRisk, KFACOptimizer, curvature
+from curvlinops_plus import (
+    DiagonalBlock,
+    EmpiricalRisk,
+    KFACOptimizer,
+    UnsupportedError,
+    curvature,
+)
 from test.cases import close
-from test.helpers import normal
+from test.helpers import Written, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exact diagonal:UserWarning")
 
@@ -119,3 +126,21 @@ def test_a_module_that_is_called_is_run_again_by_itself() -> None:
     assert [*K.blocks] == ["0", "1", "2"]
     assert risk.reads is not None
     assert not risk.reads.enclosing
+
+
+def test_training_ends_if_no_layer_is_left() -> None:
+    """One is withdrawn because of dropout, and then the other, of which the examples are on another
+    axis than its rule takes for theirs.
+    """
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = F.dropout(torch.einsum("nti,ij->ntj", x, m.w), 0.3, m.training).tanh()
+        return m.layer(h.transpose(0, 1)).transpose(0, 1).cumsum(1)[:, -1]
+
+    torch.manual_seed(0)
+    model = Written(run, w=nn.Parameter(normal(3, 3)), layer=nn.Linear(3, 2)).double().train()
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss())
+    f = model(normal(4, 8, 3, seed=1))
+    with pytest.raises(UnsupportedError, match=r"'layer'.*Nothing is left of which"):
+        F.cross_entropy(f, torch.arange(4) % 2)
+    assert optimizer.curvature.updates == 0
