@@ -209,3 +209,18 @@ def unchanged(*things: Any) -> Iterator[None]:
             if not equal:
                 changed.append(name)
         assert not changed, f"changed: {changed}"
+
+
+def output_rows(model: nn.Module, examples: Sequence[Any]) -> Tensor:  # [N · C, P]
+    """Derivatives of the outputs by the parameters, by autograd, one example after the other; each
+    is what the model is called with.
+    """
+    parameters = [*model.parameters()]
+    rows = []
+    for example in examples:
+        for number in model(example).flatten():
+            back = torch.autograd.grad(
+                number, parameters, retain_graph=True, materialize_grads=True, allow_unused=True
+            )
+            rows.append(torch.cat([g.flatten() for g in back]))
+    return torch.stack(rows)

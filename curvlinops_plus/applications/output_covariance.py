@@ -33,6 +33,7 @@ from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.layer.replay import held_parameters
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Kronecker, LinearOperator
@@ -40,6 +41,7 @@ from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import (
     Batch,
+    are_in_lists,
     count_examples,
     gradients_of,
     mapped,
@@ -186,7 +188,9 @@ class _PredictedInputs:
         options = self.risk.options
         self._rows = read_example_of_rows(X, options.example_of_rows, self.risk.device)
         self.N = count_examples(X, None, 0, options.batch_size_fn, self.unpack, self._rows)
-        self.can_be_cut = isinstance(X, (Tensor, Mapping)) and not self._rows
+        self._in_lists = are_in_lists(X, self.N, options.batch_size_fn)
+        is_by_rows = isinstance(X, (Tensor, Mapping)) and not self._rows
+        self.can_be_cut = self._in_lists or is_by_rows
         if not self.N:
             raise ValueError("There are no inputs to predict for.")
         tensors = tensors_of(X)
@@ -200,13 +204,23 @@ class _PredictedInputs:
     def batch(self, start: int, stop: int) -> Batch:
         """Examples `start` to `stop`; what has no axis of N examples is for all."""
         X = self.X
-        if self.can_be_cut and isinstance(X, Mapping):
+        if self._in_lists:
+            X = with_entries(X, self.N, range(start, stop))
+        elif self.can_be_cut and isinstance(X, Mapping):
             N = self.N
             X = {key: x[start:stop] if _is_by_example(x, N) else x for key, x in X.items()}
         elif self.can_be_cut:
             X = X[start:stop]
         y = self.risk.losses.joined([None])
-        return Batch(X, y, stop - start, self.unpack, start, example_of_rows=self._rows)
+        return Batch(
+            X,
+            y,
+            stop - start,
+            self.unpack,
+            start,
+            in_lists=self._in_lists,
+            example_of_rows=self._rows,
+        )
 
     def outputs(self, batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
         """Outputs [N, R, C], their shape in the model, and the axis of their C numbers there."""

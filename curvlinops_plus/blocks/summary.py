@@ -82,8 +82,8 @@ class Summary(tuple[dict[str, Any], ...]):
         totals: dict[str, Any] = {
             key: sum(row[key] for row in self) for key in ("count", "trace", "rank")
         }
-        of_blocks = [row["largest"] for row in self]
-        totals["largest"] = nan if any(map(isnan, of_blocks)) else max(of_blocks)
+        of_blocks = [row["largest"] for row in self if row["count"]]
+        totals["largest"] = nan if any(map(isnan, of_blocks)) else max(of_blocks, default=nan)
         rows.append(("all", "", "", *(_text(totals[key]) for key in _NUMBERS[:-1]), ""))
         return rows
 
@@ -123,7 +123,7 @@ def summary_of(K: BlockwiseLinearOperator, damping: Any = None) -> Summary:
 
 def _numbers_of(block: LinearOperator) -> Tensor:  # -> [4], float64
     """Trace, largest eigenvalue, rank and condition of a block; NaN where there is no closed
-    form.
+    form, and of the eigenvalues of a block without entries.
     """
     unknown = torch.full((4,), nan, dtype=torch.float64, device=block.device)
     try:
@@ -132,6 +132,9 @@ def _numbers_of(block: LinearOperator) -> Tensor:  # -> [4], float64
     except NoClosedForm:
         return unknown
     rank = (values != 0).sum().double()
+    if not len(values):
+        unknown[2] = rank
+        return unknown
     return torch.stack([unknown[0], values.max(), rank, _ratio(values)])
 
 
@@ -143,7 +146,11 @@ def _condition_of(block: LinearOperator) -> Tensor:  # -> [], float64
 
 
 def _ratio(values: Tensor) -> Tensor:
-    """The largest absolute value over the smallest: inf if that is 0, NaN if all are."""
+    """The largest absolute value over the smallest: inf if that is 0, NaN if all are or if there
+    are none.
+    """
+    if not len(values):
+        return values.new_tensor(nan)
     sizes = values.abs()
     return sizes.max() / sizes.min()
 

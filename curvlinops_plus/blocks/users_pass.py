@@ -120,6 +120,7 @@ class UsersPass:
         self._output = output
         self._leave_phase()
         if self._recorder is not None:
+            self._recorder.returned()
             self._phase = "after the call"
             self._recorder.disabled.depth = 1  # until vectors are sent
 

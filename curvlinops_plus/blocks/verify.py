@@ -308,11 +308,12 @@ def _block_errors(
     J: dict[str, Tensor] = {}  # [V, N, *b, rows, columns]
     for group in layer.groups:
         shape = (N, *group.layout.matrix_shape)
+        number = 0
+        matrices = torch.zeros(0, *shape, device=layer.device)
         if gradients:
+            number = len(gradients[group.keys[0]])
             matrices = group.layout.gather([gradients[key].flatten(0, 1) for key in group.keys])
-        else:
-            matrices = torch.zeros(0, *shape, device=layer.device)
-        J[group.name] = matrices.reshape(-1, *shape).to(layer.accumulation_dtype)
+        J[group.name] = matrices.reshape(number, *shape).to(layer.accumulation_dtype)
     samples = [(batches, J)]
     if gradients:
         # Σ J² [V, N] over all parameters of the layer

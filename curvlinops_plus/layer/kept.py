@@ -8,7 +8,9 @@ attributes, in containers there, in attributes of plain objects, and in caches o
 (`functools.lru_cache`); what those objects hold in others is not looked at.
 
 Caches that models make for themselves where their configuration says so, `config.use_cache`, are
-turned off meanwhile: a layer that runs again would find what it has left there.
+turned off meanwhile: a layer that runs again would find what it has left there. So is the cache of
+weights that `torch.nn.utils.parametrize.cached()` opens around the caller's code; one that the
+model opens itself is a part of it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.contexts import Endings
@@ -55,11 +58,14 @@ _open = _Open()
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Attributes of modules are as before at the end, as activations and counters; and all, where
-    they kept tensors. Meanwhile models make no caches for generating text.
+    they kept tensors. Meanwhile models make no caches for generating text, and find no weights that
+    the caller's `parametrize.cached()` has kept.
     """
     modules = [*modules]
     with Endings() as endings:
         _turn_caches_off(modules, endings)
+        if parametrize._cache_enabled:
+            _turn_callers_cache_off(endings)
         with _kept(modules):
             yield
 
@@ -72,6 +78,22 @@ def _turn_caches_off(modules: Iterable[nn.Module], endings: Endings) -> None:
             endings.surely(setattr, config, "use_cache", True)
             with suppress(AttributeError):  # one that can't be changed
                 config.use_cache = False  # type: ignore[union-attr]
+
+
+def _turn_callers_cache_off(endings: Endings) -> None:
+    """No `parametrize.cached()` is open, until the endings."""
+    cache = parametrize._cache
+    open_contexts = [parametrize._cache_enabled]
+
+    def restore() -> None:
+        if open_contexts:
+            parametrize._cache = cache
+            parametrize._cache_enabled += open_contexts.pop()
+
+    endings.surely(restore)
+    # Other threads may open and close theirs meanwhile, which count up and down.
+    parametrize._cache_enabled -= open_contexts[0]
+    parametrize._cache = {}
 
 
 @contextmanager

@@ -34,13 +34,16 @@ class LinearRule(AffineRule):
             patterns["bias"] = "o -> o 1"
         return patterns
 
+    def lacks_examples(self, module: nn.Module, x: Tensor) -> bool:
+        return x.ndim < 2
+
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension (a view of a contiguous `x`).
 
         Raises:
             ValueError: If `x` has no example dimension.
         """
-        if x.ndim < 2:
+        if self.lacks_examples(module, x):
             raise ValueError(
                 f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., "
                 f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with "

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.layer.kept import CallStart, drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
@@ -127,8 +128,8 @@ class Call:
     Args:
         module: Any module that treats its examples independently.
         args: Positional inputs of the call. Tensors whose dimension 0 has size `B` hold one entry
-            per example, also inside tuples, lists and dicts; all other values are shared by all
-            examples.
+            per example, also inside tuples, lists and dicts; if there are none, lists of `B`
+            entries do. All other values are shared by all examples.
         kwargs: Keyword inputs of the call, likewise.
         num_examples: `B`.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself,
@@ -291,12 +292,14 @@ class Call:
         inputs: Sequence[Tensor],
         shapes: Sequence[torch.Size],
         then: Callable[[list[Tensor]], Any] = list,
+        entry: int | None = None,
     ) -> Any:
         """Outputs of the module for the inputs of one example, in these shapes.
 
         Args:
             then: What is returned instead, computed while the module has these parameters: a
                 backward pass may run it once more.
+            entry: The number of the example, for lists with an entry for each.
         """
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), inputs, strict=True):
@@ -312,6 +315,11 @@ class Call:
         if self.start is not None:
             self.start.put_attributes_back()
         args, kwargs = tree_unflatten(leaves, self.spec)
+        if entry is not None and not self.per_example:
+            args = tuple(with_entries(arg, self.num_examples, [entry]) for arg in args)
+            kwargs = {
+                name: with_entries(x, self.num_examples, [entry]) for name, x in kwargs.items()
+            }
 
         def result(out: Any) -> Any:
             outputs = floating_tensors(out)
@@ -390,7 +398,7 @@ class Call:
                     return [_pull_back(outputs, list(params.values()), g_v) for g_v in sent]
 
             with GradMode(True):
-                rows = self.run(params, self.inputs(n), shapes, rows_of)
+                rows = self.run(params, self.inputs(n), shapes, rows_of, n)
             for name, J in zip(self.params, zip(*rows, strict=True), strict=True):
                 gradients[name].append(torch.stack(J))
         return {name: torch.stack(J, dim=1) for name, J in gradients.items()}

@@ -271,6 +271,10 @@ class AffineRule(LayerRule):
             f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}."
         )
 
+    def lacks_examples(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether an input has no axis of examples, as that of a batch of one may have lost it."""
+        return False
+
     def inputs(
         self, module: nn.Module, x: Tensor
     ) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]

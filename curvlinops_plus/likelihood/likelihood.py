@@ -19,7 +19,7 @@ data set, not to a batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -386,7 +386,8 @@ class OfExamples(Likelihood):
     term for each.
 
     An example's loss is what the loss returns for the example alone, so that "mean" is the mean of
-    these. The target `Y` is the batch's, with the shape of the output.
+    these. The target `Y` is the batch's, with the shape of the output. It may be a tuple, list or
+    mapping of tensors, as of labels and their weights.
 
     Example:
         >>> loss = OfExamples(torch.nn.SmoothL1Loss())
@@ -394,6 +395,12 @@ class OfExamples(Likelihood):
         >>> loss.grad(F, Y)
         tensor([[[0.0000, 0.5000]]])
     """
+
+    @property
+    def reduction(self) -> str:
+        # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
+        is_mean = getattr(self.loss, "reduction", None) == "batchmean"
+        return "mean" if is_mean else super().reduction
 
     def canonical(self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None) -> Any:
         return f.reshape(num_examples, 1, -1), (y, f.shape)
@@ -407,7 +414,7 @@ class OfExamples(Likelihood):
         """The loss of each example [N, 1]. Cost: a call of the loss for each."""
         y, f_shape = Y
         outputs = F.reshape(f_shape).split(f_shape[0] // len(F))
-        parts = zip(outputs, y.split(len(y) // len(F)), strict=True)
+        parts = zip(outputs, _targets_by_example(y, len(F)), strict=True)
         return torch.stack([self.loss(*part) for part in parts]).view(-1, 1)
 
     def count(self, F: Tensor, Y: Any) -> Tensor:
@@ -422,6 +429,23 @@ class OfExamples(Likelihood):
         with GradMode(True):
             F = F.detach().requires_grad_()
             return torch.autograd.grad(self.nll(F, Y).sum(), F)[0]
+
+
+def _targets_by_example(y: Any, N: int) -> Sequence[Any]:
+    """The target of each of N examples: rows of tensors, or entries of a list of one for each."""
+    if isinstance(y, Tensor):
+        is_shared = not y.ndim or len(y) == 1
+        return [y] * N if is_shared else y.split(len(y) // N)
+    if isinstance(y, Mapping):
+        by_key = {key: _targets_by_example(part, N) for key, part in y.items()}
+        return [{key: parts[n] for key, parts in by_key.items()} for n in range(N)]
+    if not isinstance(y, (tuple, list)):
+        return [y] * N
+    if len(y) == N and not all(isinstance(part, Tensor) and part.shape[:1] == (N,) for part in y):
+        return [[part] for part in y]
+    by_place = zip(*[_targets_by_example(part, N) for part in y], strict=True)
+    make = getattr(type(y), "_make", type(y))  # of named tuples
+    return [make(parts) for parts in by_place]
 
 
 def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from curvlinops_plus.contexts import entered
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import has_lists, with_entries
 from curvlinops_plus.options import integer
 from curvlinops_plus.risk.output_forms import OutputForm
 
@@ -37,6 +38,7 @@ class Batch:
         weight: Weights of the examples [N], in double precision; None for ones.
         forms: For each loss the form in which it reads its output; empty if all read them as they
             are.
+        in_lists: Whether examples are entries of lists.
         example_of_rows: The example of each row [M], for each kind of rows of which examples don't
             have as many, one after the other.
     """
@@ -48,6 +50,7 @@ class Batch:
     first: int = 0
     weight: Tensor | None = None
     forms: Sequence[OutputForm] = ()
+    in_lists: bool = False
     example_of_rows: Sequence[Tensor] = ()
 
 
@@ -170,10 +173,21 @@ def count_examples(
         raise ValueError(
             f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, "
             "without a first axis that carries them. Pass `batch_size_fn`, a function of X that "
-            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`; of several "
-            "graphs in one object `example_of_rows`."
+            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`, or `len` for a "
+            "list with an entry for each example; of several graphs in one object "
+            "`example_of_rows`."
         )
     return sizes.pop()
+
+
+def are_in_lists(X: Any, num_examples: int, batch_size_fn: Callable[[Any], int] | None) -> bool:
+    """Whether the examples of an input are entries of lists: of one entry they are one."""
+    if batch_size_fn is None or num_examples < 2 or not has_lists(X, num_examples):
+        return False
+    try:
+        return batch_size_fn(with_entries(X, num_examples, [0])) == 1
+    except Exception:  # of the user's function, on what it may not be made for
+        return False
 
 
 # --------------------------------------------------------------------------------- trees of tensors
@@ -221,15 +235,18 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
-    """Some examples of a batch, with every tensor that carries them.
+    """Some examples of a batch, with every tensor that carries them, or every list.
 
-    None if no tensor of the input does, or if one may have examples times positions on its first
+    None if nothing in the input does, or if a tensor may have examples times positions on its first
     axis, or something else, as a bag of tokens or the nodes of a graph, whose examples may be
     declared.
     """
     if batch.example_of_rows:
         return None
     N = batch.num_examples
+    if batch.in_lists:
+        X = with_entries(batch.X, N, examples)
+        return replace(batch, X=X, y=_targets_of(batch, examples), num_examples=len(examples))
     kinds: set[str] = set()
 
     def pick(t: Tensor) -> Tensor:
@@ -251,6 +268,18 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     if kinds != {"examples"}:
         return None
     return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack, forms=batch.forms)
+
+
+def _targets_of(batch: Batch, examples: Sequence[int]) -> Any:
+    """The targets of some examples of a batch that has them in lists."""
+    N = batch.num_examples
+    index = torch.tensor(examples, device="cpu")
+    y = with_entries(batch.y, N, examples)
+
+    def rows(t: Tensor) -> Tensor:
+        return t.index_select(0, on_device(index, t.device)) if t.ndim and len(t) == N else t
+
+    return mapped(rows, y) if y is batch.y else y
 
 
 # ------------------------------------------------------------------------------ the graph of a pass

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.example_lists import with_entries
 from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.risk.packed import PackedRows
 from curvlinops_plus.risk.routes import RoutedRows
@@ -108,6 +109,11 @@ class RecordedCall:
             if axis is not None and len(leaves[k]) == num_rows:
                 leaves[k] = rows_of(leaves[k])
         part.args, part.kwargs = tree_unflatten(leaves, structure)
+        if all(axis is None for axis in self.in_axes):
+            part.args = tuple(with_entries(arg, N, examples) for arg in part.args)
+            part.kwargs = {name: with_entries(x, N, examples) for name, x in part.kwargs.items()}
+            leaves = tree_leaves((part.args, part.kwargs))
+            part.in_axes = [None for leaf in leaves if isinstance(leaf, Tensor)]
         return part
 
     def of_rows(self, rows: Tensor | slice, vectors: slice = slice(None)) -> RecordedCall:
@@ -141,6 +147,7 @@ class Output:
         fold: Number of examples if that axis carries positions and, inside them, examples.
         edge: Where autograd delivers the gradient.
         routed: To which examples its rows belong, if they were gathered.
+        is_squeezed: Whether it is that of a single example, and had no axis for it.
         packed: Which they are of packed sequences; on another axis than the first it carries states
             of these.
     """
@@ -152,6 +159,7 @@ class Output:
     fold: int | None
     edge: Any
     routed: RoutedRows | None = None
+    is_squeezed: bool = False
     packed: PackedRows | None = None
 
     @property
@@ -169,6 +177,8 @@ class Output:
         """
         if g is None:
             g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
+        elif self.is_squeezed:
+            g = g.reshape(-1, *self.shape)
         elif g.ndim == len(self.shape):
             g = g.unsqueeze(0)
         if self.routed is not None:

@@ -378,6 +378,11 @@ class OutputLoss:
         # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
         return "mean" if reduction == "batchmean" else reduction
 
+    @property
+    def fewest_axes(self) -> int:
+        """How many axes an output has at least: that of the examples, and that of the classes."""
+        return 1 if self.likelihood is None else max(1, self.likelihood.class_axis + 1)
+
     def require_likelihood(self) -> Likelihood:
         """It as a negative log-likelihood.
 

@@ -62,6 +62,28 @@ def in_form(output: Tensor, form: OutputForm) -> Tensor:
     return output
 
 
+def with_example_axis(f: Tensor, y: Any, fewest: int) -> tuple[Tensor, Any]:
+    """Output and target of a batch of one example, with the axis of the examples where the model
+    has squeezed it away.
+
+    Args:
+        fewest: Axes that an output has with that of the examples.
+
+    Example:
+        >>> f, y = with_example_axis(torch.tensor(2.0), torch.tensor(1.0), 1)
+        >>> f.shape, y.shape
+        (torch.Size([1]), torch.Size([1]))
+        >>> with_example_axis(torch.ones(3), torch.ones(1, 3), 1)[0].shape
+        torch.Size([1, 3])
+    """
+    is_squeezed = f.ndim < fewest
+    if isinstance(y, Tensor):
+        is_bare = not y.ndim
+        is_squeezed |= y.shape == (1, *f.shape) or (is_bare and f.shape[:1] != (1,))
+        y = y[None] if is_bare else y
+    return f[None] if is_squeezed else f, y
+
+
 def form_of(f: Tensor, output: Tensor, num_examples: int) -> OutputForm | None:
     """The form in which `f` has the numbers of an output; None if it is not made of it like that.
 

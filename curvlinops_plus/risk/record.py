@@ -225,7 +225,7 @@ class Recorder:
             partial(_resumed, weakref.ref(self)),
         )
         self.doubt: Exception | None = None
-        self.last = self._new_pass(0)
+        self.last = self._new_pass()
         self._hooks = [
             self._hooks_of(LayerRead(index, use, use.rule))
             for index, use in self._uses
@@ -259,6 +259,7 @@ class Recorder:
         """
         with self.recording(batch):
             outputs = self.risk.run(batch)
+        self.returned()
         return self.send_back(batch, outputs, draws, consume)
 
     def send_back(
@@ -396,7 +397,9 @@ class Recorder:
 
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
-        """One forward pass of the model happens in here; the batch before is forgotten."""
+        """One forward pass of the model happens in here, on this batch; the one before is
+        forgotten.
+        """
         with Endings() as endings:
             endings.surely(self.stop)
             self.start(batch)
@@ -419,14 +422,20 @@ class Recorder:
             raise
 
     def start(self, batch: Batch) -> None:
-        """Begin to record a forward pass; the batch before is forgotten."""
+        """Begin to record a forward pass on a batch; the one before is forgotten."""
         self._forget()
-        self.last = self._new_pass(batch.num_examples, batch.example_of_rows)
+        self.last = self._new_pass(batch)
         self.disabled.depth = 0  # an interrupt may have left it
         self._thread = this_thread()
         self._broadcast.begin()
         if self._sees_functions:
             self._mode_of_call.enter_context(self._mode)
+
+    def returned(self) -> None:
+        """The model has returned: refuse layers of which all calls ran without a graph."""
+        refusal = self.last.refusal_of_constants()
+        if refusal is not None and self.doubt is None:
+            self._failed(*refusal)
 
     def stop(self) -> None:
         """The forward pass is over."""
@@ -446,16 +455,18 @@ class Recorder:
         finally:
             self.disabled.depth = depth
 
-    def _new_pass(self, num_examples: int, example_of_rows: Sequence[Tensor] = ()) -> RecordedPass:
+    def _new_pass(self, batch: Batch | None = None) -> RecordedPass:
         rows = None
-        if self.gathers and num_examples:
-            rows = GatheredRows(num_examples, example_of_rows)
-        return RecordedPass(num_examples, self.backward, self.own_pass, rows)
+        if self.gathers and batch is not None and batch.num_examples:
+            rows = GatheredRows(batch.num_examples, batch.example_of_rows)
+        num_examples = 0 if batch is None else batch.num_examples
+        in_lists = batch is not None and batch.in_lists
+        return RecordedPass(num_examples, in_lists, self.backward, self.own_pass, rows)
 
     def _forget(self) -> None:
         """The last pass is over, and forgotten."""
         self.last.forget_graph()
-        self.last = self._new_pass(0)
+        self.last = self._new_pass()
         self.doubt = None
         self._broadcast.forget()
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.broadcast import BroadcastRule
+from curvlinops_plus.layer.example_lists import has_lists
 from curvlinops_plus.layer.kept import CallStart
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import ModuleUse
@@ -51,6 +52,7 @@ class RecordedPass:
 
     Args:
         num_examples: N of its batch; 0 before there is one.
+        in_lists: Whether they are entries of lists.
         backward: Whether vectors go back through it.
         own_pass: Whether it is made for recording; see `Recorder`.
         rows: Follows rows that are gathered; None if nobody does.
@@ -63,17 +65,21 @@ class RecordedPass:
             inputs.
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
+        without_graph: Layers that ran under `torch.no_grad()`, of which no call is recorded, by
+            index.
         has_graph: Whether the pass began with gradients enabled.
     """
 
     def __init__(
         self,
         num_examples: int,
+        in_lists: bool = False,
         backward: bool = False,
         own_pass: bool = True,
         rows: GatheredRows | None = None,
     ) -> None:
         self.num_examples = num_examples
+        self.in_lists = in_lists
         self.backward = backward
         self.own_pass = own_pass
         self.rows = rows
@@ -83,6 +89,7 @@ class RecordedPass:
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self.without_graph: dict[int, ModuleUse] = {}
         self.has_graph = torch.is_grad_enabled()
 
     @property
@@ -109,6 +116,32 @@ class RecordedPass:
                 if isinstance(rule, BroadcastRule) and any(t.is_computed for t in rule.tables):
                     return True
         return False
+
+    def refusal_of_constants(self) -> tuple[ModuleUse, UnsupportedError] | None:
+        """A layer that ran under `torch.no_grad()` alone, and what to raise; None if there is none.
+
+        Beside calls with a graph, as where a model feeds a first result back into itself, such
+        calls add nothing.
+        """
+        if not self.without_graph:
+            return None
+        with_graph = {call.layer for call in self.calls}
+        for index, use in self.without_graph.items():
+            if index not in with_graph:
+                keys = list(use.keys.values())
+                message = (
+                    f"{title(use.name)} ran under torch.no_grad(). If this is activation "
+                    "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
+                    f"leave its parameters {keys} out of `params`; if a solver goes back by the "
+                    "adjoint method, take the one that is differentiated as it is, as `odeint` "
+                    "instead of `odeint_adjoint`."
+                )
+                if use.function is not None:  # of an autograd function, whose module tells more
+                    return use, OutsideReads(message, keys)
+                # Without keys: of what an autograd function gives gradients, the graph tells.
+                kind = OutsideReads if self.has_graph else UnsupportedError
+                return use, kind(message)
+        return None
 
     def forget_graph(self) -> None:
         """Calls may be kept for another sweep, but not their graph."""
@@ -140,27 +173,19 @@ class RecordedPass:
         """
         _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
-            keys = list(use.keys.values())
-            message = (
-                f"{title(use.name)} ran under torch.no_grad(). If this is activation "
-                "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
-                f"leave its parameters {keys} out of `params`; if a solver goes back by the "
-                "adjoint method, take the one that is differentiated as it is, as `odeint` instead "
-                "of `odeint_adjoint`."
-            )
-            if use.function is not None:  # so does an autograd function, whose module tells more
-                raise OutsideReads(message, keys)
-            # Without keys: of what an autograd function gives gradients, the graph tells.
-            raise (OutsideReads if self.has_graph else UnsupportedError)(message)
+            # No gradient arrives: its parameters are constants in this call.
+            self.without_graph.update({read.layer: read.use for read in reads})
+            return None
         leaves, structure = [output], None
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)
         places = self._places_of_outputs(use, rule, inputs, output, leaves)
         routed = None
         axes = [axis]
+        is_squeezed = packed is None and self._is_squeezed(reads[0], inputs)
         if packed is not None:
             axes = [0, *[1] * (len(places) - 1)]
-        elif fold is None:
+        elif fold is None and not is_squeezed:
             routed = self._routed(reads[0], inputs, leaves[places[0]], axis)
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
@@ -180,7 +205,7 @@ class RecordedPass:
                 expanded = True
             leaves[k] = t
             if not self.is_over:
-                outputs.append(self._output(use, t, on, fold, routed, packed))
+                outputs.append(self._output(use, t, on, fold, routed, packed, is_squeezed))
         if not self.is_over:
             for read in reads:
                 if routed is None:
@@ -212,6 +237,15 @@ class RecordedPass:
             raise self._not_by_example(use, f"returned a {kind}")
         return places
 
+    def _is_squeezed(self, read: LayerRead, inputs: Any) -> bool:
+        """Whether the input of a call is that of a single example, without an axis for it."""
+        if self.num_examples != 1 or not isinstance(read.rule, AffineRule):
+            return False
+        if read.use.function is not None:
+            return False
+        x = read.rule.input_of(read.use.module, *inputs)
+        return read.rule.lacks_examples(read.use.module, x)
+
     def _output(
         self,
         use: ModuleUse,
@@ -220,13 +254,15 @@ class RecordedPass:
         fold: int | None,
         routed: RoutedRows | None,
         packed: PackedRows | None,
+        is_squeezed: bool,
     ) -> Output:
         """An output that gradients arrive at, whose rows belong to examples.
 
         Raises:
             OutsideReads: If they don't.
         """
-        rows = fold or (t.shape[axis] if t.ndim > axis else 0)
+        shape = torch.Size((1, *t.shape)) if is_squeezed else t.shape
+        rows = fold or (shape[axis] if len(shape) > axis else 0)
         rows = rows if packed is None else packed.num_sequences
         by_example = rows > 0 and rows % self.num_examples == 0
         if routed is not None:
@@ -237,7 +273,7 @@ class RecordedPass:
         self.dtypes.add(t.dtype)
         self.numbers += t.numel()
         edge = get_gradient_edge(t) if self.backward else None
-        return Output(t.shape, t.dtype, t.device, axis, fold, edge, routed, packed)
+        return Output(shape, t.dtype, t.device, axis, fold, edge, routed, is_squeezed, packed)
 
     def _routed(self, read: LayerRead, inputs: Any, output: Tensor, axis: int) -> RoutedRows | None:
         """To which examples the rows of a call belong that were gathered or are ragged, or of which
@@ -327,7 +363,7 @@ class RecordedPass:
                 raise self._not_by_example(use, f"returned {list(output.shape)}")
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
             read_tensor = rule.input_of(use.module, *inputs).detach()
-            x = read_tensor
+            x = read_tensor[None] if outputs[0].is_squeezed else read_tensor
             if axis or expanded or fold is not None:
                 x, _ = self._examples_first(use, x, axis, fold, expanded)
             if x.shape[0] != rows:
@@ -343,14 +379,21 @@ class RecordedPass:
         tensors = [leaves[k].detach() for k in places]
         axes = rule.axes(use.module, axis, tensors, True)
         in_axes: list[int | None] = []
+        arguments = dict(enumerate(inputs[0])) | inputs[1]
+        in_lists = self.in_lists and has_lists(arguments, self.num_examples)
         for k, t, on in zip(places, tensors, axes, strict=True):
+            if in_lists:
+                leaves[k] = t
+                in_axes.append(None)
+                continue
             leaves[k], moved_from = self._examples_first(use, t, on, fold, expanded)
             by_example = moved_from or (t.ndim > 0 and len(leaves[k]) == rows)
             in_axes.append(moved_from if by_example else None)
         args, kwargs = tree_unflatten(leaves, structure)
         call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
         call.note_versions(tensors)
-        kind = (*in_axes, outputs[0].axis, len(outputs[0].shape))
+        of_inputs = ("lists",) if in_lists else in_axes
+        kind = (*of_inputs, outputs[0].axis, len(outputs[0].shape))
         self.kinds.add((use.name, expanded, kind))
         return call
 

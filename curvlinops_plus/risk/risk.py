@@ -21,6 +21,7 @@ from curvlinops_plus.options import flag, function, number, one_of
 from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
     Batch,
+    are_in_lists,
     check_data,
     copy_of,
     count_examples,
@@ -36,7 +37,7 @@ from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
-from curvlinops_plus.risk.output_forms import in_form
+from curvlinops_plus.risk.output_forms import in_form, with_example_axis
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
@@ -371,7 +372,8 @@ class EmpiricalRisk(ModelParameters):
         N = count_examples(X, y, index, options.batch_size_fn, unpack, rows)
         if options.weight is not None:
             weight = _checked_weight(weight, N, index, self.device)
-        batch = Batch(X, y, N, unpack, first, weight, example_of_rows=rows)
+        in_lists = are_in_lists(X, N, options.batch_size_fn)
+        batch = Batch(X, y, N, unpack, first, weight, in_lists=in_lists, example_of_rows=rows)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -390,7 +392,8 @@ class EmpiricalRisk(ModelParameters):
         options = self.options
         rows = read_example_of_rows(X, options.example_of_rows, self.device)
         N = count_examples(X, None, 0, options.batch_size_fn, unpack, rows)
-        return Batch(X, None, N, unpack, example_of_rows=rows)
+        in_lists = are_in_lists(X, N, options.batch_size_fn)
+        return Batch(X, None, N, unpack, in_lists=in_lists, example_of_rows=rows)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the
@@ -433,6 +436,10 @@ class EmpiricalRisk(ModelParameters):
         if self.checked.batch_norm and is_graph:
             self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
         targets = self.losses.matched(batch.y, "target", "The batch has")
+        if batch.num_examples == 1:
+            fewest = [loss.fewest_axes for loss in self.losses]
+            pairs = map(with_example_axis, outputs, targets, fewest)
+            outputs, targets = zip(*pairs, strict=True)
         if is_shifted:
             parts = map(shifted_labels, self.losses, outputs, targets, class_axes)
             outputs, targets, class_axes = zip(*parts)

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from curvlinops_plus import (
     EKFAC,
+    GGN,
     CurvatureEstimator,
     DiagonalBlock,
+    Empirical,
     EmpiricalRisk,
+    Exact,
     KFACLinearOperator,
     KFACOptimizer,
     Laplace,
@@ -27,7 +31,7 @@ from curvlinops_plus import (
     merge,
 )
 from test.cases import close
-from test.helpers import normal
+from test.helpers import normal, output_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 
@@ -165,3 +169,57 @@ def test_networks_that_keep_what_they_computed_are_merged(name: str) -> None:
     other = nn.Sequential(COPIED[name](), nn.Linear(4, 2)).double().eval()
     other.load_state_dict(merged.state_dict())
     close(merged(X), other(X))
+
+
+# ------------------------------------------------------------- a cache that the caller has opened
+class Squared(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * w.abs()
+
+
+def squares() -> nn.Module:
+    """A layer whose weight is computed, called twice, and one without."""
+    torch.manual_seed(0)
+    layer = register_parametrization(nn.Linear(3, 3), "weight", Squared())
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 2)).double()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with graphs", "without"])
+def test_weights_that_the_caller_caches_are_computed_anew(grad: bool) -> None:
+    model = squares()
+    X, y = batch()
+    J = output_rows(model, X.split(1))
+    p = model(X).softmax(1).detach()
+    H = torch.block_diag(*(torch.diag_embed(p) - p[:, :, None] * p[:, None])) / 5
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)])
+    with parametrize.cached(), torch.set_grad_enabled(grad):
+        model(X)
+        cache = dict(parametrize._cache)
+        close(GGN(risk) @ torch.eye(J.shape[1], dtype=J.dtype), J.T @ H @ J)
+        close(curvature(risk, DiagonalBlock).diagonal(), (J.T @ H @ J).diagonal())
+        gradients = [g.flatten() for g in risk.gradient().values()]
+        close(torch.cat(gradients), J.T @ (p - nn.functional.one_hot(y, 2)).flatten() / 5)
+        curvature(risk, EKFAC).verify()
+        assert parametrize._cache == cache
+        assert parametrize._cache_enabled == 1
+    assert not parametrize._cache_enabled
+
+
+@pytest.mark.parametrize("vectors", [Exact(), Empirical()], ids=["exact", "empirical"])
+@pytest.mark.parametrize("around", ["the call", "the step"])
+def test_training_in_a_cache_is_training_without(around: str, vectors: Any) -> None:
+    ends = []
+    for cache in (nullcontext, parametrize.cached):
+        model, loss = squares(), nn.CrossEntropyLoss()
+        X, y = batch()
+        optimizer = KFACOptimizer(model, loss, lr=0.1, vectors=vectors)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with cache() if around == "the step" else nullcontext():
+                with cache():
+                    value = loss(model(X), y)
+                value.backward()
+                optimizer.step()
+        assert not optimizer.curvature.withdrawn
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(ends[0], ends[1])

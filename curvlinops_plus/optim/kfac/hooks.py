@@ -24,7 +24,7 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.optim.kfac.loss_calls import LossCall, LossFunctions, function_of_loss
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
-from curvlinops_plus.risk.output_forms import Change, OutputForm, form_of
+from curvlinops_plus.risk.output_forms import OutputForm, form_of
 from curvlinops_plus.risk.preserve import own_passes
 from curvlinops_plus.risk.preserve import weak_hook as _hook
 
@@ -335,10 +335,6 @@ class Hooks:
             if call.values.get(index) is not value:  # a module and its function
                 value.register_hook(self._factors.setdefault(index, []).append)
             call.values[index] = value
-        if isinstance(y, Tensor) and not y.ndim and call.users_pass.batch.num_examples == 1:
-            axes = range(max(f.ndim, 1))
-            form = (*form, Change(axes, f.shape, f.dtype))  # one example without an axis for it
-            y = y[None]
         call.targets.setdefault(index, y)
         call.forms.setdefault(index, form)
         if len(call.targets) == len(risk.losses):  # else others will be called on this output
