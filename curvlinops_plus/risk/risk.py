@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from reprlib import repr as shortened
 from typing import Any, TypedDict, TypeVar
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.options import flag, function, number, one_of
 from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
@@ -46,6 +47,7 @@ from curvlinops_plus.risk.parameters import (
     require_replicas,
 )
 from curvlinops_plus.risk.preserve import Inputs, preserve_state, untraced
+from curvlinops_plus.risk.routes import kinds_by_number
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
@@ -381,6 +383,9 @@ class EmpiricalRisk(ModelParameters):
     def read_input(self, X: Any, unpack: bool) -> Batch:
         """What the model is called with as a batch whose targets are not known yet.
 
+        A batch of which it can't be told to which examples rows belong has none, with a warning:
+        others go on.
+
         Raises:
             ValueError: If its examples can't be counted.
             UnsupportedError: If examples have weights, which come with the targets.
@@ -392,6 +397,15 @@ class EmpiricalRisk(ModelParameters):
         options = self.options
         rows = read_example_of_rows(X, options.example_of_rows, self.device)
         N = count_examples(X, None, 0, options.batch_size_fn, unpack, rows)
+        try:
+            kinds_by_number(N, rows)
+        except UnsupportedError as error:
+            warn(
+                f"{error} It adds nothing to the curvature.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+            return Batch(X, None, 0, unpack)
         in_lists = are_in_lists(X, N, options.batch_size_fn)
         return Batch(X, None, N, unpack, in_lists=in_lists, example_of_rows=rows)
 

@@ -188,7 +188,7 @@ class GatheredRows:
         self.packed = PackedOrders(self.places)
         #: Number of rows to where they come from, of those of which examples don't have as many.
         self._ragged: dict[int, Origins] = {}
-        for number, examples in _kinds_by_number(num_examples, example_of_rows).items():
+        for number, examples in kinds_by_number(num_examples, example_of_rows).items():
             self._ragged[number] = Origins.of_ragged(examples, num_examples)
         self._are_ragged = bool(example_of_rows)
 
@@ -336,7 +336,7 @@ class GatheredRows:
                     yield t, places
 
 
-def _kinds_by_number(num_examples: int, example_of_rows: Sequence[Tensor]) -> dict[int, Tensor]:
+def kinds_by_number(num_examples: int, example_of_rows: Sequence[Tensor]) -> dict[int, Tensor]:
     """Number of rows to their examples, without that of rows of which each example has one.
 
     Raises:

@@ -20,6 +20,7 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     CurvatureEstimator,
+    CurvatureWarning,
     DiagonalBlock,
     Empirical,
     EmpiricalRisk,
@@ -294,6 +295,29 @@ def test_two_kinds_of_as_many_rows() -> None:
     problem.X = joined(others)
     with pytest.raises(UnsupportedError, match="two kinds of 10 rows"):
         curvature(problem.risk(), DiagonalBlock)
+
+
+def test_two_kinds_of_as_many_rows_in_training() -> None:
+    """Such a batch adds nothing to the statistics, and training goes on."""
+    problem = Problem("graphs")
+    optimizer = KFACOptimizer(
+        problem.model.train(), problem.loss, lr=1e-3, example_of_rows=problem.example_of_rows
+    )
+    others = [with_edges(x, size) for x, size in zip(problem.examples, (2, 2, 4, 2))]
+
+    def step(X: Any) -> None:
+        optimizer.zero_grad()
+        problem.loss(problem.model(X), problem.y).backward()
+        optimizer.step()
+
+    step(problem.X)
+    before = optimizer.curvature.operator.diagonal()
+    with pytest.warns(CurvatureWarning, match=r"two kinds of 10 rows.*adds nothing"):
+        step(joined(others))
+    assert torch.equal(optimizer.curvature.operator.diagonal(), before)
+    step(problem.X)
+    assert optimizer.curvature.updates == 2
+    assert not optimizer.curvature.withdrawn
 
 
 def test_what_is_refused() -> None:
