@@ -1,12 +1,13 @@
 """Optimization with curvature: K-FAC, and stochastic reconfiguration."""
 
-from curvlinops_plus.optim.kfac.kfac_optimizer import KFACOptimizer, KFACPreconditioner
+from curvlinops_plus.optim.kfac.kfac_optimizer import KFACOptimizer
 from curvlinops_plus.optim.kfac.policies import (
     LevenbergMarquardt,
     NormConstraint,
     StepReport,
     WeightDecay,
 )
+from curvlinops_plus.optim.kfac.preconditioner import KFACPreconditioner
 from curvlinops_plus.optim.reconfiguration.damped_solve import (
     CenteredFisherLinearOperator,
     SolveReport,
