@@ -5,7 +5,8 @@ from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers
 from curvlinops_plus.risk.losses import Totals
 from curvlinops_plus.risk.parameters import named_params
-from curvlinops_plus.risk.risk import AllRiskKeywords, EmpiricalRisk, Loss, RiskKeywords
+from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.risk_options import AllRiskKeywords, Loss, RiskKeywords
 from curvlinops_plus.risk.vectors import (
     CurvaturePropagation,
     Draws,

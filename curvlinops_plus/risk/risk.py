@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from reprlib import repr as shortened
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 from warnings import warn
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.options import flag, function, number, one_of
+from curvlinops_plus.options import one_of
 from curvlinops_plus.progress import known_length, shown
 from curvlinops_plus.risk.batches import (
     Batch,
@@ -47,6 +47,7 @@ from curvlinops_plus.risk.parameters import (
     require_replicas,
 )
 from curvlinops_plus.risk.preserve import Inputs, preserve_state, untraced
+from curvlinops_plus.risk.risk_options import Loss, RiskOptions, checked_weight
 from curvlinops_plus.risk.routes import kinds_by_number
 from curvlinops_plus.risk.vectors import Vectors
 
@@ -74,35 +75,6 @@ _FOR_OPERATORS = {
     "value",
     "whole",
 }
-
-
-Loss = nn.Module | Callable[..., Any] | Mapping[Any, Any] | Sequence[Any]
-"""A loss, or several: a dict or sequence like the model's output, of losses or of pairs of a loss
-and its weight.
-"""
-
-
-class RiskKeywords(TypedDict, total=False):
-    """Options of `EmpiricalRisk` that other classes take, too."""
-
-    output: Callable[[Any], Any] | None
-    mask: Callable[[Any, Any], Tensor] | None
-    example_axis: Mapping[str, int] | None
-    shift_labels: bool | None
-    reduction: str | None
-    check: bool | str
-    weight: Callable[..., Any] | None
-    processes: Processes | None
-
-
-class AllRiskKeywords(RiskKeywords, total=False):
-    """All options of `EmpiricalRisk`."""
-
-    batch_size_fn: Callable[[Any], int] | None
-    example_of_rows: Callable[[Any], Any] | None
-    num_data: int | None
-    num_per_example_loss_terms: int | None
-    progressbar: bool
 
 
 class EmpiricalRisk(ModelParameters):
@@ -264,7 +236,7 @@ class EmpiricalRisk(ModelParameters):
             check,
             weight,
         )
-        _check_options(self.options, self.losses)
+        self.options.require_valid(self.losses)
         #: What was found out in the first batches.
         self.checked = Checked()
 
@@ -373,7 +345,7 @@ class EmpiricalRisk(ModelParameters):
         rows = read_example_of_rows(X, options.example_of_rows, self.device)
         N = count_examples(X, y, index, options.batch_size_fn, unpack, rows)
         if options.weight is not None:
-            weight = _checked_weight(weight, N, index, self.device)
+            weight = checked_weight(weight, N, index, self.device)
         in_lists = are_in_lists(X, N, options.batch_size_fn)
         batch = Batch(X, y, N, unpack, first, weight, in_lists=in_lists, example_of_rows=rows)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
@@ -554,24 +526,6 @@ class EmpiricalRisk(ModelParameters):
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
-@dataclass(frozen=True)
-class RiskOptions:
-    """Options of an `EmpiricalRisk`, under the names of its arguments."""
-
-    output: Callable[[Any], Any] | None = None
-    mask: Callable[[Any, Any], Tensor] | None = None
-    example_axis: Mapping[str, int] | None = None
-    batch_size_fn: Callable[[Any], int] | None = None
-    example_of_rows: Callable[[Any], Any] | None = None
-    num_data: int | None = None
-    num_per_example_loss_terms: int | None = None
-    shift_labels: bool | None = None
-    progressbar: bool = False
-    reduction: str | None = None
-    check: bool | str = True
-    weight: Callable[..., Any] | None = None
-
-
 @dataclass
 class Checked:
     """What was found out about a risk once, in the first batches.
@@ -664,72 +618,6 @@ def _no_batch(item: Any, index: int) -> ValueError:
         f"batch, write data=[(X, y)]. {advice} Make pairs in the "
         "`collate_fn` of the loader, or a list of them, [(X, y) for X, y, *_ in loader]."
     )
-
-
-def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Tensor:
-    """The weights of the examples in double precision, as `EmpiricalRisk(weight=...)` gave them.
-
-    Raises:
-        ValueError: If they are no N finite numbers of at least 0.
-    """
-    is_vector = isinstance(weight, Tensor) and weight.shape == (N,)
-    if not is_vector or not (weight.isfinite() & (weight >= 0)).all():
-        came = type(weight).__name__
-        if isinstance(weight, Tensor):
-            came = f"{weight.dtype} {list(weight.shape)}"
-        raise ValueError(
-            f"`weight` returned {came} for batch {index}; expected a tensor [{N}], a finite number "
-            "of at least 0 for each example."
-        )
-    return on_device(weight.detach().double(), device)
-
-
-def _check_options(options: RiskOptions, losses: Losses) -> None:
-    function("output", options.output, "output(o) -> tensor, called with what the model returns")
-    function("mask", options.mask, "mask(X, y) -> bool tensor [N, T], called with each batch")
-    function("weight", options.weight, "weight(X, y, ...) -> tensor [N], called with each batch")
-    function(
-        "batch_size_fn", options.batch_size_fn, "batch_size_fn(X) -> N, called with each input"
-    )
-    function(
-        "example_of_rows",
-        options.example_of_rows,
-        "example_of_rows(X) -> integers [M], called with each input",
-    )
-    flag("progressbar", options.progressbar)
-    flag("shift_labels", options.shift_labels, optional=True)
-    is_every = isinstance(options.check, str) and options.check == "every"
-    if not isinstance(options.check, bool) and not is_every:
-        raise ValueError(
-            f"check={options.check!r}; expected True (the first batches, and some later), "
-            '"every" (all batches), or False.'
-        )
-    counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
-    for name, counted in counts.items():
-        count = getattr(options, name)
-        if count is not None and not 0 < number(name, count, infinite=True) < math.inf:
-            raise ValueError(
-                f"{name}={count} must be positive: it is the number of {counted}. None counts them."
-            )
-        if count is not None and options.weight is not None:
-            raise UnsupportedError(
-                f"{name} replaces a count of examples or terms, and with weight= the mean is over "
-                'the sum of their weights. Use reduction="sum", with what shall be divided by in '
-                "the weights."
-            )
-    unknown = [loss for loss in losses if loss.likelihood is None]
-    if options.weight is not None and unknown:
-        raise UnsupportedError(
-            f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole "
-            "batch is known, not that of each example. Register one, see register_likelihood."
-        )
-    for name in ("shift_labels", "num_per_example_loss_terms"):
-        if losses.form != "single" and getattr(options, name):
-            raise UnsupportedError(
-                f"{name} is about one loss, and there are losses for the outputs "
-                f"{losses.output_keys}. Leave it out; shift outputs and targets yourself, in "
-                "`output=` and in the data."
-            )
 
 
 def takes_risk(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
