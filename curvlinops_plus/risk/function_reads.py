@@ -191,20 +191,10 @@ def find_functions(
     for key, reads in outside.items():
         if key not in by_tables:
             calls += [read.product for read in reads if read.product]
-    # A recurrent layer reads all of its weights. Without its weight, the bias of a convolution is
-    # on another axis than a vector that is added.
     for call in calls:
-        needed = call.keys.values() if call.function.is_recurrent else [call.keys.get("weight")]
-        if call.function.name not in ("linear", "bias") and not taken.isdisjoint(needed):
+        if _needs_all(call, taken):
             taken.update(call.keys.values())
-    products = []
-    for call in calls:
-        keys = {name: key for name, key in call.keys.items() if key not in (*taken, *by_tables)}
-        is_whole = "weight" in keys or call.function.is_recurrent
-        of_bias = replace(BIAS, stacked=call.function.stacked)
-        product = ParameterProduct(call.function if is_whole else of_bias, keys)
-        if keys and product not in products:
-            products.append(product)
+    products = _products_of(calls, {*taken, *by_tables})
     enclosing: dict[str, str] = {}
     # In the order of the parameters: sets have another one in other processes.
     for key in [key for key in risk.params if key in taken]:
@@ -225,6 +215,36 @@ def find_functions(
     kept = tuple([key for key in instead if key in broadcast or key in by_product])
     found = FoundReads(tuple(products), enclosing, tried, broadcast, {}, kept, gathered)
     return replace(found, computed=_keys_of_tables(risk, dry, found, never))
+
+
+def _needs_all(call: ParameterProduct, taken: Collection[str]) -> bool:
+    """Whether a product has no rule without parameters that are taken.
+
+    A recurrent layer reads all of its weights. Without its weight, the bias of a convolution is on
+    another axis than a vector that is added.
+    """
+    function = call.function
+    if function.name in ("linear", "bias"):
+        return False
+    needed = call.keys.values() if function.is_recurrent else [call.keys.get("weight")]
+    return any(key in taken for key in needed)
+
+
+def _products_of(
+    calls: Iterable[ParameterProduct], others: Collection[str]
+) -> list[ParameterProduct]:
+    """The products, each once, without parameters that get their gradients otherwise: of what has
+    lost its weight the bias is left.
+    """
+    products = []
+    for call in calls:
+        keys = {name: key for name, key in call.keys.items() if key not in others}
+        is_whole = "weight" in keys or call.function.is_recurrent
+        of_bias = replace(BIAS, stacked=call.function.stacked)
+        product = ParameterProduct(call.function if is_whole else of_bias, keys)
+        if keys and product not in products:
+            products.append(product)
+    return products
 
 
 def _keys_of_tables(
