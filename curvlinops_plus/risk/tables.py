@@ -153,16 +153,10 @@ class Tables:
                 self._add_held(part)
 
     def _add(self, t: Any, sources: tuple[Any, ...]) -> None:
-        if not isinstance(t, Tensor) or t.is_inference():
-            return
-        before = self._tables.get(id(t))
-        self._tables[id(t)] = _Table(t, t._version, sources, t.requires_grad)
-        if t.grad_fn is not None:
-            self._nodes[t.grad_fn] = sources
-        base = self._tables.get(id(t._base))
-        # What was written to a table by its view leaves it one.
-        if before is not None and base is not None and base.version == before.version < t._version:
-            self._add(base.tensor, tuple(dict.fromkeys((*base.sources, *sources))))
+        if isinstance(t, Tensor) and not t.is_inference():
+            self._tables[id(t)] = _Table(t, t._version, sources, t.requires_grad)
+            if t.grad_fn is not None:
+                self._nodes[t.grad_fn] = sources
 
     def reads(
         self,

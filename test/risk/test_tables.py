@@ -171,6 +171,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
         w=(2, 1, 3),
     ),
     "expanded matrix": lambda: Part(lambda s, x: x @ (s.w.expand(4, 4) + s.index.tanh()), w=(1, 4)),
+    "scale and matrix": lambda: Part(
+        lambda s, x: x @ (s.w * s.index.tanh()) + (x.mean(1) * s.w)[:, None], w=(1, 4)
+    ),
     "windows": lambda: Part(windows, w=(4,), b=(1, 2, 4)),
     "two parameters in a table": lambda: Part(lambda s, x: x + (s.a + s.b), a=(4, 1), b=(1, 4)),
     "a table of a table": lambda: Part(
@@ -318,7 +321,7 @@ def test_training_with_dropout(name: str) -> None:
 
 
 AS_MANY = ["a table of a table", "two parameters in a table", "windows", "expanded matrix"]
-AS_MANY += ["a computed matrix", "a rounded kernel"]
+AS_MANY += ["a computed matrix", "a rounded kernel", "scale and matrix"]
 
 
 @pytest.mark.parametrize("N", [1, 2, 4, 8])
