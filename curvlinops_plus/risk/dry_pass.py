@@ -155,7 +155,7 @@ class DryPass:
                 endings.enter_context(FunctionCalls(self._receive))
                 outputs, *_ = self.risk.run(batch, model)
             for key, reads in self._unseen_reads.items():
-                if key in self.reads or all(read.is_broadcast for read in reads):
+                if key in self.reads or not any(read.is_mixed or read.is_lost for read in reads):
                     self.reads.setdefault(key, []).extend(reads)
             self._follow(outputs)
 
