@@ -155,8 +155,14 @@ class DryPass:
                 endings.enter_context(FunctionCalls(self._receive))
                 outputs, *_ = self.risk.run(batch, model)
             for key, reads in self._unseen_reads.items():
-                if key in self.reads or not any(read.is_mixed or read.is_lost for read in reads):
-                    self.reads.setdefault(key, []).extend(reads)
+                seen = self.reads.get(key, [])
+                for read in reads:
+                    # In the forward pass of the autograd function others read it, without a graph.
+                    inside = [other.frames for other in seen if not other.nodes]
+                    if inside:
+                        read.frames = inside[0]
+                if seen or not any(read.is_mixed or read.is_lost for read in reads):
+                    self.reads[key] = [*seen, *reads]
             self._follow(outputs)
 
         self.risk.at(self._free, run)
@@ -259,7 +265,9 @@ class DryPass:
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reads = []
         # A training loop's pass is recorded in the model, not behind it.
-        if outputs and self._stack and (sources is None or is_one_tensor(inputs)):
+        # Without a graph functions read, too, of which an autograd function gives gradients.
+        is_read = bool(outputs) or not all(read.answered for read in self._now.values())
+        if is_read and self._stack and (sources is None or is_one_tensor(inputs)):
             reads = self._tables.reads(function, args, kwargs, out, self._examples, self._rows)
         for table_read, _ in reads:
             if isinstance(table_read, WeightRead):

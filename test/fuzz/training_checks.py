@@ -95,7 +95,7 @@ def _training(s: Subject, o: Options) -> None:
             else:
                 (f,) = case.outputs(model(batch[0]))
                 case.loss(f, batch[1]).backward()
-    require(not estimator.withdrawn)
+    require(not estimator.withdrawn and not estimator.uncalled)
     expected = expected if o["kind"] == "full" else expected.diagonal().diag()
     got = estimator.operator.to_dense()
     s.equal(f"{o['way']} in training", got, expected, scale=max(float(expected.norm()), 1e-3))
