@@ -150,7 +150,8 @@ def refuse_capture(device: str) -> None:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    runs = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return runs and torch.cuda.is_current_stream_capturing()
 
 
 class _Once:

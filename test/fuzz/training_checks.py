@@ -24,6 +24,7 @@ from test.fuzz.checks import Subject, check, require
 from test.fuzz.losses import mean_divisor, value
 from test.fuzz.pieces import Options
 from test.fuzz.truth import of_example
+from test.helpers import DEVICE
 
 KINDS = {"full": FullBlock, "diagonal": DiagonalBlock}
 
@@ -35,7 +36,7 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if m is model or isinstance(m, nn.Dropout)]
     before = [m.training for m in modules]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[0] if DEVICE.type == "cuda" else []):
         torch.manual_seed(7)
         for module in modules:
             module.training = True
