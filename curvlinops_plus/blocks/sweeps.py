@@ -21,6 +21,7 @@ from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.function_reads import is_expert
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.record import sweep
@@ -145,14 +146,15 @@ class Sweeps:
             weights=self._weights,
             repeatable=self.K.check_deterministic is not False,
         )
+        gathers = risk.reads is not None and risk.reads.gathered
         for index, layer in enumerate(self.layers):
             if index in totals.reached:
                 continue
             problem = "was never called"
             if index in totals.called:
                 problem = "does not reach the output"
-            elif risk.reads is not None and risk.reads.gathered and layer.affine:
-                continue  # an expert
+            elif layer.affine and (gathers or is_expert(risk, layer)):
+                continue
             message = (
                 f"{layer.title} ({layer.type_name}) {problem} in any batch, "
                 f"so its parameters {list(layer.params)} have no curvature here. Leave them "

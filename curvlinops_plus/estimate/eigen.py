@@ -193,8 +193,10 @@ def condition_number(
         while True:
             largest, smallest = stretches(product, start, steps)
             singular = smallest.length <= M.rounding(20) * largest.length
+            # A residual is no smaller than what rounding leaves of a product.
+            rounding = M.rounding(1) * largest.length
             ends = (largest, smallest)
-            if singular or all(end.residual <= tol * end.length for end in ends):
+            if singular or all(end.residual <= max(tol * end.length, rounding) for end in ends):
                 break
             if steps >= max_iter:
                 warnings.warn(

@@ -123,6 +123,21 @@ def _begins_to_follow(risk: EmpiricalRisk, batch: Batch, keys: Iterable[str]) ->
     return risk.reads is not None and risk.reads.gathered
 
 
+def is_expert(risk: EmpiricalRisk, layer: Layer) -> bool:
+    """Whether a layer that no batch has called may be one of a mixture of experts, of which another
+    one has seen all rows: then a layer of the same shapes sees rows that the model gathers.
+    """
+    if isinstance(risk.data, Iterator):  # its batches are gone
+        return False
+    with _for_looking(risk):
+        batch = next(risk.batches("functions"), None)
+        if batch is None:
+            return False
+        dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
+    shapes = {risk.params[key].shape for key in dry.of_gathered}
+    return shapes.issuperset([p.shape for p in layer.params.values()])
+
+
 @contextmanager
 def _for_looking(risk: EmpiricalRisk) -> Iterator[None]:
     """Context of passes that show how parameters are read."""

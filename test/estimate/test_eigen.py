@@ -153,6 +153,19 @@ def test_condition_number(A: Any) -> None:
     assert value * (1 - 1e-5) <= exact <= (value + error) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("tol", [1e-2, 1e-5, 0.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_products_that_are_rounded(seed: int, tol: float) -> None:
+    """No residual gets smaller than what rounding leaves of a product, and it doesn't have to: more
+    steps make the smallest singular value too small.
+    """
+    half = with_eigenvalues(torch.linspace(1, 10, 40)).bfloat16()
+    rounded = Counted(half)
+    value = condition_number(rounded, generator=seeded(seed), tol=tol)  # without a warning
+    exact = torch.linalg.cond(half.double())
+    torch.testing.assert_close(value.double(), exact, rtol=0.15, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 def test_singular_matrices_have_an_infinite_condition_number(dtype: torch.dtype) -> None:
     for A in (

@@ -270,6 +270,42 @@ def test_an_expert_that_nobody_visits_has_a_zero_block(skips: bool, kind: Any) -
         close(K.trace, exact(model, data)[0].trace())
 
 
+class OneForAll(Mixture):
+    """All rows go to one expert, in order; others are not called. Beside them a spare layer."""
+
+    def __init__(self, spare: int) -> None:
+        super().__init__()
+        self.spare = nn.Linear(spare, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        p = self.router(rows).softmax(-1)[:, 1:2]
+        choice = torch.ones_like(p[:, 0])
+        out = torch.zeros_like(rows)
+        for e in [int(e) for e in choice.unique()]:
+            mine = choice == e
+            out[mine] = self.down[e](torch.tanh(self.up[e](rows[mine])))
+        return self.head((rows + p * out).view_as(x)).mean(1)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, FullBlock])
+def test_experts_beside_one_that_sees_all_rows_have_zero_blocks(kind: Any) -> None:
+    model, data = model_of(OneForAll, 9), data_of(5, 4)
+    params = [p for name, p in model.named_parameters() if name.startswith(("up", "down", "head"))]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params)
+    K = curvature(risk, kind)
+    for block in (K.blocks["up.0"], K.blocks[f"down.{E - 1}"]):
+        assert not block.to_dense().any()
+    J = risk.restricted([key for key in risk.params if not key.startswith(("up.0", "down.0"))])
+    close(K.blocks["up.1"].trace, curvature(J, kind).blocks["up.1"].trace)
+
+
+def test_a_layer_that_is_no_expert_is_refused_if_it_is_not_called() -> None:
+    model, data = model_of(OneForAll, 9), data_of(5, 4)
+    with pytest.raises(ValueError, match=r"'spare'.* was never called"):
+        curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), KFAC)
+
+
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_a_stream_of_batches(kind: Any) -> None:
     model, data = model_of(Mixture, by_mask, 2), data_of(6, 5)
